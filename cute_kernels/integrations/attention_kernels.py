@@ -44,8 +44,9 @@ def batches_up_to(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """The settings of an attention layer that its kernels depend on. Engines' own layer objects have the same
-    fields."""
+    """The settings of an attention layer that its kernels depend on. The layer objects of engines have the same
+    fields.
+    """
 
     formats: Formats
     head_size: int
@@ -62,11 +63,15 @@ class EngineLayer:
 class Decodes:
     """The settings of an engine's decode steps.
 
-    batches: the numbers of requests that a step may have. q_len: most new tokens of a request in a step; more than 1
-    with speculative decoding. max_seq_len: the tokens that a row of the block table has pages for. page_size: tokens of
-    a page. dtype: the queries' dtype. invariant: whether extend attention also serves decode steps, so that a token's
-    result does not depend on the batch. ranks: GPUs among which a request's cached tokens are split; each gets the
-    queries of all heads.
+    Attributes:
+        batches: the numbers of requests that a step may have.
+        q_len: largest number of new tokens of a request in a step; more than 1 with speculative decoding.
+        max_seq_len: number of tokens that a row of the block table has pages for.
+        page_size: number of tokens of a page.
+        dtype: the queries' dtype.
+        invariant: whether extend attention also computes decode steps, so that a token's result does not depend on the
+            batch.
+        ranks: number of GPUs among which a request's cached tokens are split; each gets the queries of all heads.
     """
 
     batches: tuple[int, ...]
@@ -86,8 +91,9 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Returns whether extend attention with many queries reads K and V in 16 bits. Either the cache stores them so, or
-    another kernel unpacks them first."""
+    """Returns whether extend attention with many queries reads K and V in 16 bits: they have 16 bits in the cache, or
+    another kernel unpacks them first.
+    """
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)
     return not config.coded or config.why_as_it_lies is None
 
@@ -97,8 +103,8 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
     if the layer has no such kernel.
 
     With this configuration, `serves_key_rows` decides whether few queries are faster with keys as rows than with tiles
-    of 128 rows. The configuration assumes the largest pages. TMA loads and the heads of a tile do not matter for this
-    comparison.
+    of 128 rows. The configuration assumes the largest pages. TMA loads and the number of heads of a tile make no
+    difference to this decision.
     """
     if not can_extend(impl.formats, impl.head_size):
         return None
@@ -110,7 +116,7 @@ def key_rows_of(impl: Foreign) -> ExtendConfig | None:
 def why_not_invariant(formats: Formats, head_size: int) -> str | None:
     """Returns why extend attention cannot make a token's result independent of the batch; None if it can.
 
-    If each of V's rows has a scale, extend attention uses the greatest scale of a tile of rows. Which rows share a tile
+    If V has a scale per row, extend attention uses the largest scale of a tile of rows. Which rows share a tile
     depends on how a prompt is split.
     """
     if not can_extend(formats, head_size):
@@ -140,15 +146,15 @@ def _kind(impl: Foreign) -> tuple[object, ...]:
 
 
 def reads_anothers_cache(impl: Foreign) -> bool:
-    """Returns whether a layer attends over another layer's cache, and writes none."""
+    """Returns whether a layer attends over another layer's cache, and has no cache to write."""
     return getattr(impl, "kv_sharing_target_layer_name", None) is not None
 
 
 def _sees_shift(impl: Foreign) -> bool:
     """Returns whether kernels must correct the scores because the cached keys have their center subtracted.
 
-    The subtraction shifts all scores of a query equally. Softmax ignores the shift, unless the layer has a soft cap or
-    sinks.
+    The subtraction changes all scores of a query by the same number. This changes the result only if the layer has a
+    soft cap or sinks.
     """
     centred = impl.transform is not None and impl.transform.k_center is not None
     return centred and (impl.soft_cap is not None or impl.sinks is not None)

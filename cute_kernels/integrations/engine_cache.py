@@ -1,4 +1,4 @@
-"""KV caches of engines in this package's formats: the formats, the bytes of a row, and why a layer cannot have them."""
+"""KV caches of engines in this package's formats: the formats, the bytes of a row, and why a layer cannot use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from cute_kernels.runtime.plans import ALIGNMENT
 
 @dataclass(frozen=True)
 class Formats:
-    """K's and V's formats. ``name``: the formats as calls take them. cache_layout: the order of a page's dimensions."""
+    """K's and V's formats.
+
+    Attributes:
+        name: the formats as the argument ``kv_format`` takes them.
+        cache_layout: the order of a page's dimensions.
+    """
 
     k: KvFormat
     v: KvFormat
@@ -37,8 +42,8 @@ def formats_named(text: str, variable: str) -> Formats:
     """Returns the formats that an environment variable names: one for both K and V, or two with a comma between them.
 
     Raises:
-        ValueError: the format is unknown, or it needs something that engines do not store: given scales of another
-            shape than one per tensor, or keys that wait for their block to fill.
+        ValueError: the format is unknown, or it needs data that engines do not store: scales outside the rows that are
+            not one per tensor, or keys that wait until their block is full.
     """
     names = [name.strip() for name in text.split(",")]
     if CHANNEL_BLOCKS.name in names:
@@ -54,7 +59,7 @@ def formats_named(text: str, variable: str) -> Formats:
 
 
 def reason_against(formats: Formats, head_size: int, dtype: torch.dtype) -> str | None:
-    """Returns why a layer cannot have rows of these formats; None if it can."""
+    """Returns why a layer's cache cannot have rows of these formats; None if it can."""
     if head_size not in EXTEND_HEAD_DIMS:  # engines' prompts are extend attention's
         return f"head size {head_size}; supported: {', '.join(map(str, EXTEND_HEAD_DIMS))}"
     for form in (formats.k, formats.v):
@@ -82,7 +87,7 @@ def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> 
 
 
 def rows_of(queries: torch.Tensor) -> torch.Tensor:
-    """Returns queries [..., num_heads, head_size] as kernels take them, without a copy where possible.
+    """Returns queries [..., num_heads, head_size] as kernels take them, without a copy if possible.
 
     Parts of a fused projection need no copy. Queries are copied if their heads are not adjacent, or if they do not
     start at multiples of 16 bytes.

@@ -89,7 +89,7 @@ def packed(form: Form, codes: Foreign, scales: Foreign, zeros: Foreign, group_of
 def float_tensors(layer: Foreign) -> tuple[Names, dict[str, torch.Tensor]]:
     """Returns the names and tensors of a loaded layer as importers take them.
 
-    A fused layer's scales, one per part, become one per row.
+    A fused layer has one scale per part; the result has one per row.
     """
     there = {name: each.data for name, each in layer.named_parameters(recurse=False)}
     names = Names(
@@ -143,8 +143,8 @@ def tensors_of(form: Form, weight: PackedWeight) -> LayerTensors:
 def product(
     form: Form, x: torch.Tensor, tensors: LayerTensors, bias: torch.Tensor | None, batch_invariant: bool
 ) -> torch.Tensor:
-    """Computes the layer's result [rows, n] of x [..., k] by one registered operator, which torch.compile does not
-    trace.
+    """Computes the layer's result [rows, n] of x [..., k]. It is one registered operator, into which torch.compile does
+    not trace.
 
     Raises:
         TypeError: x or bias does not have the form's dtype.

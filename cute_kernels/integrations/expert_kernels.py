@@ -71,8 +71,9 @@ def multiply(
 
 
 def tokens_of(rows: Iterable[int], most: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens, up to ``most``, for which an engine's steps need kernels. rows: the engine's
-    numbers of tokens in a step."""
+    """Returns the numbers of tokens, up to ``most``, for which an engine's steps need kernels. rows: the possible
+    numbers of tokens of a step.
+    """
     return tuple(count for count in sorted({*range(1, EACH_TOKENS + 1), *rows}) if count <= most)
 
 

@@ -1,7 +1,7 @@
-"""Conversion of an engine's tensors for a layer of experts to `PackedExperts`.
+"""Converts an engine's tensors for a layer of experts to `PackedExperts`.
 
 Engines' tensors hold all experts. All experts are packed as one tall weight, since each expert's rows fill whole tiles.
-Engines store gate's rows before up's; in the packed weight the two alternate.
+Engines store the rows of gate before those of up; in the packed weight the two alternate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUTO = "{}_qweight", "{}_scales", "{}_qzeros"
 
 
 class Stored(NamedTuple):
-    """How an engine's layer stores codes. group_size is 0 for one scale per row."""
+    """How an engine's layer stores codes. group_size: 0 for one scale per row."""
 
     bits: int
     group_size: int
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     def wrong(self, features: int, hidden: int, gated: bool = True) -> dict[str, bool]:
         """Returns the properties that no kernel supports: {property: whether the layer has it}.
 
-        features: the number of features between an expert's two products. hidden: the model's hidden size.
+        features: the number of features between the two products of an expert. hidden: the model's hidden size.
         """
         return {
             f"{self.bits}-bit weights": self.bits not in (4, 8),
@@ -49,7 +49,9 @@ AS_MXFP4 = Stored(MXFP4.bits, MXFP4.group_size, zero_point=False, act_order=Fals
 
 
 def gate_and_up_in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Reorders rows [E, 2 I, ...], first all of gate's and then all of up's, so that gate's and up's rows alternate."""
+    """Reorders rows [E, 2 I, ...], in which the rows of gate come before those of up, so that the rows of gate and up
+    alternate.
+    """
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
@@ -68,7 +70,7 @@ def from_inputs_packed(
     Args:
         words: int32 [E, K * bits / 32, N], codes packed along the inputs.
         scales: [E, G, N]. zeros: int32 [E, G, N * bits / 32], packed along the outputs; None for symmetric weights.
-        gated: whether N holds gate's rows, then up's.
+        gated: whether N holds the rows of gate, then those of up.
     """
     per_word = fields.check_bits(bits)
     rows = _in_order(words.transpose(1, 2), gated).flatten(0, 1)
@@ -114,7 +116,7 @@ def from_mxfp4(
 ) -> PackedExperts:
     """Packs the experts of gpt-oss: words of two codes a byte [E, K / 2, N], scales E8M0 [E, K / 32, N].
 
-    gated: whether gate's rows come before up's; otherwise they already alternate.
+    gated: whether the rows of gate come before those of up; otherwise they already alternate.
     """
     codes, bytes_ = (_in_order(x.transpose(1, 2).view(torch.uint8), gated).contiguous() for x in (words, scales))
     return pack_experts(MXFP4, codes, bytes_.view(torch.float8_e8m0fnu), dtype=dtype)
@@ -136,7 +138,10 @@ def _pack(
 ) -> PackedExperts:
     """Packs the rows of all experts, one expert after the other.
 
-    codes_of: returns the codes of a range of rows. sizes: (E, N, K), N in whole tiles. scales, zeros: [E, N, G].
+    Args:
+        codes_of: a function from a range of rows to the rows' codes.
+        sizes: (E, N, K), N in whole tiles.
+        scales, zeros: [E, N, G].
     """
     experts, n, k = sizes
     assert n % TILE_N == 0, n

@@ -51,7 +51,8 @@ _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):
-    """How the layers of a model are quantised: each layer's form for a saved model, the options for a dense one.
+    """How the layers of a model are quantised. For a saved model it has each layer's form, for a dense model it has the
+    options of quantisation.
 
     Args:
         bits, group_size, zero_point, skip, batch_invariant: as for `cute_kernels.quantize_model`, for a dense model
@@ -227,8 +228,7 @@ def _empty_linear(dense: Any, form: dict[str, Any]) -> QuantizedLinear:
 
 
 def _empty_moe(block: Any, pair: dict[str, dict[str, Any]]) -> OfExperts:
-    """Makes a quantised layer with tensors on the meta device, for a mixture of experts or for experts by
-    themselves."""
+    """Makes a quantised layer with tensors on the meta device, for a mixture of experts or for a module of experts."""
     weights = getattr(block, "experts", block)
     known = known_experts(weights)
     if known is None or not (is_experts(block) or is_moe_block(block)):
@@ -285,9 +285,9 @@ def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
     """Makes transformers load these layers' tensors in the dtypes that they were saved in. Returns the model's changed
     attributes with their earlier values.
 
-    Otherwise transformers would convert tensors that a model keeps in fp32, such as T5's ``wo`` and HYV4's ``scale``.
-    The model's patterns are changed so that they match no tensor of these layers. transformers reads "*" in a pattern
-    as ".*", so none is used here.
+    Otherwise transformers would convert tensors whose names match the model's patterns for fp32, such as T5's ``wo``
+    and HYV4's ``scale``. The patterns are changed so that they match no tensor of these layers. transformers reads "*"
+    in a pattern as ".*", so none is used here.
     """
     ours = "|".join(map(re.escape, names))
     found = {name: value for name in _KEPT_IN_FP32 if (value := getattr(model, name, None))}

@@ -26,11 +26,13 @@ class Decodes:
     """The decode steps of one kind of cache.
 
     Attributes:
-        form: the cache's format. chosen: whether an indexer chooses the tokens that a query sees; otherwise a query
-            sees all tokens. num_heads: query heads of a token in a launch. rows: numbers of requests in a step, or of
-            new tokens if ``chosen``.
-        q_lens: numbers of new tokens of a request. tokens: the most tokens that a request sees. page_size: tokens of a
-            page.
+        form: the cache's format.
+        chosen: whether an indexer chooses the tokens that a query sees. If not, a query sees all tokens.
+        num_heads: number of query heads of a token in a launch.
+        rows: the numbers of requests that a step may have, or of new tokens if ``chosen``.
+        q_lens: the numbers of new tokens that a request may have.
+        tokens: the largest number of tokens that a request sees.
+        page_size: number of tokens of a page.
     """
 
     form: str

@@ -49,9 +49,11 @@ COMPILERS_WAIT = 60.0  # seconds, for the kernels of the next layers: they take 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The numbers of rows that an engine runs.
+    """The numbers of rows with which an engine runs layers.
 
-    captured: batch sizes of its CUDA graphs. most: the most tokens of a step.
+    Attributes:
+        captured: batch sizes of its CUDA graphs.
+        most: the largest number of tokens of a step.
     """
 
     captured: tuple[int, ...]
@@ -87,8 +89,9 @@ forgotten(_loaded.clear)
 
 
 def note(problem: LinearProblem, rows: RowCounts) -> None:
-    """Remembers a layer for `load_noted`, unless its kernels for these rows are loaded. problem: the layer's product
-    for one row."""
+    """Remembers a layer for `load_noted`, unless its kernels for these numbers of rows are loaded. problem: the layer's
+    product for one row.
+    """
     if _loaded.get(problem) != rows:
         _noted[problem] = rows
 
@@ -126,7 +129,7 @@ def outlasting(device: torch.device, make: Callable[[], T]) -> T:
     """Runs ``make``, which allocates on a device, outside of this thread's memory pools. Returns its result.
 
     torch's pools belong to a thread, and an engine may empty them when it sleeps (vLLM's `--enable-sleep-mode`). So
-    ``make`` runs in another thread.
+    ``make`` runs in another thread, and its memory outlasts the pools.
     """
     if device.type != "cuda":
         return make()
@@ -170,16 +173,18 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
-    """Returns the kernels with which a layer's product produces or consumes a deferred norm, as ``kind`` says. If there
-    is no such kernel for a number of rows, this number is skipped."""
+    """Returns the kernels with which a layer's product produces or consumes a deferred norm. kind: which of the two.
+    Numbers of rows without such a kernel are skipped.
+    """
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)
     return list(dict.fromkeys(GemmSpec(config) for config in found if config is not None))
 
 
 def whole_specs(problem: LinearProblem) -> list[GemmSpec]:
-    """Returns [the kernel of all products from one attention to the next], or [] if there is no such kernel. problem:
-    the MLP's last layer."""
+    """Returns a list with the kernel of all products from one attention to the next, or [] if there is no such kernel.
+    problem: the MLP's last layer.
+    """
     n, k = problem.n, problem.k
     return [GemmSpec(one) for one in configs_for(max(n, k))[:1]] if may_serve([(problem.format.key, n, k)]) else []
 
@@ -187,7 +192,7 @@ def whole_specs(problem: LinearProblem) -> list[GemmSpec]:
 def why_not_ready(device: torch.device, specs: Iterable[KernelSpec], file_name: str) -> str | None:
     """Returns why kernels cannot be ready before the first capture; None if they can.
 
-    Where no compiler is installed, kernels that are in no bundle are listed in ``file_name``, in the directory of the
+    If no compiler is installed, kernels that are in no bundle are listed in ``file_name``, in the directory of the
     kernel cache. A bundle can be built from this list.
     """
     if compiler_version() is not None:

@@ -3,7 +3,7 @@
 One module per format has `from_...(tensors under the checkpoint's own names, ...) -> PackedWeight`, which
 `PackedWeight.from_...` offers too: `awq`, `gptq`, `compressed_tensors`, `hqq`, `torchao`, `fastertransformer`. `files`
 reads safetensors and needs that package; `model` makes a running model and needs transformers. Codes are moved, never
-changed: dequantising gives what the checkpoint's own formula gives, rounded once.
+changed: a dequantised weight is the result of the checkpoint's own formula, rounded once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The activation format that a checkpoint declares for a layer, and whether the layer's products use it.
 
-FP8 products support E4M3 with scales that are no finer than the products' own. For other declarations, products stay in
-16 bits, and the model's report says why. A caller may ask for FP8 or 16 bits instead.
+FP8 products support E4M3 with scales that are no finer than those of the products. For other declarations, products
+stay in 16 bits, and the model's report says why. A caller may ask for FP8 or 16 bits instead.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Declared(NamedTuple):
-    """The format that a checkpoint rounds a layer's inputs to.
+    """The format to which a checkpoint rounds a layer's inputs.
 
-    kind: `E4M3`, or another format's name. scales: `STATIC`, `DYNAMIC`, or "" if the checkpoint does not say which.
-    group_size: the number of consecutive inputs that share a scale; 0: one scale per row, or one for all of x.
+    Attributes:
+        kind: `E4M3`, or another format's name.
+        scales: `STATIC`, `DYNAMIC`, or "" if the checkpoint does not say which.
+        group_size: the number of consecutive inputs that share a scale; 0: one scale per row, or one for all of x.
     """
 
     kind: str
@@ -56,7 +58,8 @@ _OF_TORCHAO = {"nvfp4": "FP4", "float4": "FP4", "e5m2": "E5M2", "float8": E4M3, 
 def declared_activations(config: Config, name: str) -> Declared | None:
     """Returns the format to which a checkpoint rounds a layer's inputs; None if it declares no format known here.
 
-    config: the layer's configuration from `config_of`; for torchao, `said_of`'s entry "tensor" has to be added to it.
+    config: the layer's configuration from `config_of`; for torchao, the caller adds the entry "tensor" of `said_of` to
+    it.
     """
     attributes = (config.get("tensor") or {}).get("_data")
     if isinstance(attributes, Mapping):
@@ -84,7 +87,9 @@ def declared_activations(config: Config, name: str) -> Declared | None:
 class Rounding(NamedTuple):
     """How a layer's products round activations.
 
-    asked: the caller's choice, as `load_safetensors` takes it. declared: the checkpoint's format, or None.
+    Attributes:
+        asked: the caller's choice, as `load_safetensors` takes it.
+        declared: the checkpoint's format, or None.
     """
 
     asked: ModelActivations | None
@@ -144,7 +149,8 @@ class Rounding(NamedTuple):
 
 
 def common(found: set[Rounding]) -> Rounding:
-    """Returns one rounding for all experts of a layer. If the experts' roundings differ, the result declares a kind
-    that no products support, so that products stay in 16 bits."""
+    """Returns one `Rounding` for all experts of a layer. If the experts' roundings differ, the result declares a kind
+    of activations that no products support, so that products stay in 16 bits.
+    """
     one, said = next(iter(found)), sorted(str(each.declared or "16 bits") for each in found)
     return one if len(found) == 1 else Rounding(one.asked, Declared(" and ".join(said)))

@@ -30,7 +30,7 @@ def from_awq(
         qzeros: int32 [G, N / 8], packed as qweight.
         scales: floating [G, N].
         group_size: the configuration's group size (-1: one scale per channel); None: found from K and G.
-        input_scale: [K], the factors of the inputs, if the checkpoint stores AWQ's scales as a tensor of their own.
+        input_scale: [K], the factors of the inputs, if the checkpoint stores AWQ's scales in a separate tensor.
         dtype: dtype of the scales and the activations, bf16 or fp16; default the scales' own, bf16 for fp32.
         device: where the result is put, default the scales' device.
 

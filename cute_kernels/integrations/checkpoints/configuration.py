@@ -63,8 +63,9 @@ def read_config(path: Path) -> Config:
 
 
 def _of_experts(settings: Config) -> dict[str, Any]:
-    """Returns DeepSeek V4's "expert_dtype", which config.json has outside of the quantisation configuration; {} if
-    there is none. V4.1 has it inside the quantisation configuration."""
+    """Returns the entry "expert_dtype" of DeepSeek V4, which config.json has outside of the quantisation configuration;
+    {} if there is none. V4.1 has it inside the quantisation configuration.
+    """
     of_text = settings.get("text_config")
     said = settings.get("expert_dtype", of_text.get("expert_dtype") if isinstance(of_text, Mapping) else None)
     return {} if said is None else {"expert_dtype": said}
@@ -88,10 +89,10 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
 def config_of(config: Config, name: str) -> dict[str, Any]:
     """Returns the configuration of a layer: the common settings, overridden by those of patterns that match its name.
 
-    Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The layer's
-    settings in "config_groups" are put under the key "group". ModelOpt's "quantized_layers" names stacked experts as
-    one layer. ModelOpt's own "config_groups" are ignored: they have fewer settings, and call dynamic activations
-    static.
+    Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The result
+    has the layer's settings in "config_groups" under the key "group". ModelOpt's "quantized_layers" names stacked
+    experts as one layer. ModelOpt's own "config_groups" are ignored: they have fewer settings, and call dynamic
+    activations static.
 
     Raises:
         TypeError, ValueError: a pattern is malformed, or no group has the layer.
@@ -108,8 +109,9 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def block_in(said: object) -> tuple[int, int]:
-    """Returns (rows, inputs) of a block of weights that share a scale; inputs are 0 if there are no blocks. said: the
-    configuration's entry, such as [128, 128], "128x128", or 32 for 32 inputs of one row."""
+    """Returns (rows, inputs) of a block of weights that share a scale. (.., 0) means that there are no blocks. said:
+    the entry of the configuration, such as [128, 128], "128x128", or 32 for 32 inputs of one row.
+    """
     rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]
     return max(rows, 1), max(inputs, 0)
 
@@ -158,8 +160,8 @@ def _compiled(key: str, pattern: str, prefix: str) -> re.Pattern[str]:
 def _group_of(config: Config, name: str) -> Config:
     """Returns a quantised layer's group in a compressed-tensors configuration.
 
-    Targets are names, patterns that follow "re:", or classes; a name wins over a pattern, a pattern over a class. Every
-    layer counts as a Linear.
+    A group's targets are names, patterns that follow "re:", or classes; a name wins over a pattern, a pattern over a
+    class. Every layer is treated as a Linear.
     """
     groups = config["config_groups"]
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):

@@ -1,4 +1,4 @@
-"""Stacks of a checkpoint's experts, filled one expert at a time as they are read."""
+"""The experts of a checkpoint's layer, stacked. Experts are added one at a time as they are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cute_kernels.integrations.checkpoints.placement import DOWN, GATE, UP
 
 
 class Stack:
-    """A stack of experts that fills up and becomes `PackedExperts`. Memory holds each expert once, plus the expert that
-    is being added."""
+    """A stack of experts, to which experts are added until it becomes `PackedExperts`. Memory holds each expert once,
+    plus the expert that is being added.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,4 +1,6 @@
-"""Common parts of importers: codes in words, groups, scales and zero points. Errors use the checkpoint's names."""
+"""Common parts of importers: unpacking codes from words, groups, scales and zero points. Errors name the checkpoint's
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def to_scales(name: str, scales: torch.Tensor, dtype: torch.dtype | None) -> tor
 
     Raises:
         TypeError, ValueError: dtype is neither bf16 nor fp16; a scale is not finite, before or after rounding; a scale
-            is larger than kernels take; or all scales are 0, as in a layer that was never filled. Single scales may be
+            is larger than kernels support; or all scales are 0, as in a layer that was never filled. Some scales may be
             0.
     """
     if dtype is None:
@@ -118,8 +120,8 @@ def split_zeros(
 
 
 def perm_of(name: str, g_idx: torch.Tensor | None, k: int, groups: int, group_size: int | None) -> torch.Tensor | None:
-    """Returns the stable permutation of the inputs that puts each group's inputs next to each other. Returns None if
-    they already are.
+    """Returns the permutation of the inputs that puts each group's inputs next to each other and keeps their order
+    within the group. Returns None if the groups are in order already.
 
     Args:
         g_idx: int [K], the group of each input; None, empty or all -1 for groups in order.

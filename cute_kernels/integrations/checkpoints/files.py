@@ -39,7 +39,7 @@ def load_safetensors(
     device: torch.device | str | None = None,
     activations: ModelActivations | None = None,
 ) -> Iterator[tuple[str, QuantizedLinear | QuantizedExperts]]:
-    """Loads the quantised layers of a checkpoint, one after the other, each read when it is requested.
+    """Loads the quantised layers of a checkpoint, one after the other. A layer is read when it is requested.
 
     Formats are AWQ, GPTQ, AutoRound, compressed-tensors, ModelOpt, FP8, HQQ, torchao and state dicts of
     `QuantizedLinear` and `QuantizedMoE`. Before it reads the first layer, it checks that every file is complete and
@@ -51,15 +51,15 @@ def load_safetensors(
             for quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's
             packing_format and extra_config, and compressed-tensors' config_groups. quant_method tells AWQ from GPTQ;
             without it, shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with the tensors.
-        dtype: of scales and activations, default the checkpoint's, bf16 for fp32.
+        dtype: dtype of scales and activations; default the checkpoint's, or bf16 if that is fp32.
         device: where the layers are put; packing is done on the CPU.
-        activations: sets `QuantizedLinear.activations` of each layer. None: "fp8" where the checkpoint declares FP8,
+        activations: sets `QuantizedLinear.activations` of each layer. None: "fp8" if the checkpoint declares FP8,
             unless its scales are finer than those of FP8 products; a declared static scale is kept. "fp8": for each
             layer whose format allows it. "16bit": for none.
 
     Yields:
         (name, layer) in the order of names: a `QuantizedLinear`, with the bias if there is one, or `QuantizedExperts`
-        of a state dict of ours.
+        from a state dict of this package.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -117,7 +117,8 @@ class Filling:
 
     Args:
         model: as for `load_quantized_linears`. `fill` changes it, once all layers are read.
-        entries: the checkpoint's tensors. found: the checkpoint's quantised layers.
+        entries: the checkpoint's tensors.
+        found: the checkpoint's quantised layers.
 
     Attributes:
         found: the layers that the model has a place for.
@@ -200,14 +201,15 @@ class Filling:
             self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
-        """Returns the module that the layer ``name`` replaces, alone or together with other experts. For experts whose
-        inputs the router's weights scale, this is the experts' block."""
+        """Returns the module that is replaced for the layer ``name``; several experts replace one module. If the
+        router's weights scale the experts' inputs, it is the block around the experts.
+        """
         place = self.places[name].module
         known = self._known.get(place)
         return self._modules[place.rpartition(".")[0] if known is not None and known[0][0].scales_inputs else place]
 
     def _swap(self, model: nn.Module) -> None:
-        """Puts the new layers everywhere in the model where the modules that they replace stand."""
+        """Puts the new layers into the model, everywhere where the modules that they replace occur."""
         for place, module in self._modules.items():
             layer = self._made.get(module)
             if layer is not None:
@@ -260,7 +262,7 @@ def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool
 
 
 def path_of(path: object) -> Path:
-    """Returns ``path`` as a Path. Raises TypeError if it is none."""
+    """Returns ``path`` as a Path. Raises TypeError if it is no path."""
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, want the path of a file or directory")
     return Path(path)

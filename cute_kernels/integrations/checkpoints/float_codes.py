@@ -1,4 +1,4 @@
-"""Layers whose codes are floats, E4M3 or E2M1, whichever project wrote them.
+"""Importer of layers whose codes are floats, E4M3 or E2M1, from the files of several projects.
 
 | file | codes | scales | second level |
 |---|---|---|---|
@@ -50,9 +50,10 @@ class Names:
     """A project's names for the tensors of a layer.
 
     Args:
-        codes, scales, second: names of the tensors; second is the second level's scale, "" if there is none.
+        codes, scales: names of these tensors.
+        second: name of the tensor of the second level's scale; "" if there is none.
         divides: whether weights are divided by the second level's scale instead of multiplied.
-        optional: whether the second level's scale may be missing; it is 1 then.
+        optional: whether the second level's scale may be missing, and is then 1.
     """
 
     codes: str
@@ -76,7 +77,7 @@ def from_float_codes(
     Args:
         tensors: the layer's tensors by name, as `cute_kernels.gemm.from_codes.pack_weight` takes them.
         names: the names of codes, scales and the second level.
-        block: the configuration's entry that says how many FP8 codes share a scale; `block_in` reads it.
+        block: the entry of the configuration that says how many FP8 codes share a scale, as `block_in` takes it.
         dtype: dtype of the activations; only bf16 for scales of one byte.
         device: where the result is put, default the codes' device.
 

@@ -14,10 +14,10 @@ FORMATS = ("gptq", "gptq_v2")
 
 
 def words_of_v2(qzeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Converts int32 words that GPTQModel wrote as "gptq" to those of "gptq_v2".
+    """Converts int32 words of zero points from "gptq" to "gptq_v2", for checkpoints of GPTQModel.
 
-    GPTQModel subtracts one from all zero points of a word in one operation, so a zero point 0 borrows from its
-    neighbour.
+    For "gptq", GPTQModel subtracts one from all zero points of a word in one operation, so a zero point 0 borrows from
+    its neighbour.
     """
     return qzeros + (0x11111111 if bits == 4 else 0x01010101)
 
@@ -36,8 +36,8 @@ def from_gptq(
 ) -> PackedWeight:
     """Packs the weight of a GPTQ layer: W[n, k] = (q - z) * s of input k's group.
 
-    Some v1 checkpoints have v2's zero points, and nothing in them says so. If such a checkpoint is symmetric, every
-    zero point reads 9 (129 for 8 bits) instead of 8 (128), and the checkpoint is refused.
+    Some v1 checkpoints have the zero points of v2, and nothing in them says so. If such a checkpoint is symmetric,
+    every zero point is read as 9 (129 for 8 bits) instead of 8 (128), and the checkpoint is refused.
 
     Args:
         qweight: int32 [K * bits / 32, N].
@@ -47,7 +47,7 @@ def from_gptq(
             zero point.
         scales: floating [G, N].
         g_idx: int [K], the group of each input, or None for groups in order. With act-order, inputs are permuted so
-            that groups lie together, and `PackedWeight.perm` says how.
+            that each group's inputs are neighbours; `PackedWeight.perm` is the permutation.
         bits: 4 or 8.
         checkpoint_format: "gptq" (v1) or "gptq_v2", as the configuration has it: how qzeros are stored.
         group_size, dtype, device: as for `from_awq`.

@@ -1,8 +1,8 @@
 """The headers of safetensors files, checked before any tensor is read.
 
 A file has 8 bytes with the header's length, little-endian, then the header in JSON, then the tensors' bytes.
-`data_offsets` count from the end of the header. The safetensors package refuses a file that was cut off; this module
-also says which tensors are lost.
+`data_offsets` begin at the end of the header. The safetensors package refuses a file that was cut off; this module also
+says which tensors are lost.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _MAX_HEADER = 100 << 20  # what the safetensors package accepts
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file, or some of its rows. dtype: in safetensors' letters, such as "BF16".
+    """A tensor in a file, or some rows of it. dtype: in safetensors' notation, such as "BF16".
 
     Args:
-        key: the tensor's name in the file. rows: the range [first, last + 1) of the tensor's rows; None for all rows.
+        key: the tensor's name in the file.
+        rows: the range (first, last + 1) of the tensor's rows; None for all rows.
     """
 
     file: Path
@@ -96,7 +97,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file of settings. Raises ValueError, naming the file, if there is none in it."""
+    """Reads a JSON object from a file of settings. Raises ValueError, naming the file, if the file holds no JSON
+    object.
+    """
     try:
         found = json.loads(file.read_text())
     except ValueError as error:

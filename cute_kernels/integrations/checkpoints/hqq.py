@@ -30,8 +30,8 @@ def from_hqq(
     scales: W = (q - m) * s + shift, with the symmetric zero m and shift = (m - z) * s.
 
     Args:
-        W_q: uint8, N * K * bits / 8 bytes: byte i holds, in row-major [N, K], code i in the high and code i + N * K / 2
-            in the low nibble; 8-bit codes are stored as they are.
+        W_q: uint8, N * K * bits / 8 bytes. With 8 bits, byte i is code i in row-major [N, K]. With 4 bits, byte i has
+            code i in the high nibble and code i + N * K / 2 in the low nibble.
         scale, zero: floating, N * G numbers in row-major [N, G].
         shape: (N, K), which HQQ keeps in its meta data.
         bits: 4 or 8 (HQQ's nbits).

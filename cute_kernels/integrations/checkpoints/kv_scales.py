@@ -23,7 +23,7 @@ _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
 
 @dataclass(frozen=True)
 class KvScale:
-    """The scales of a layer's cache: a key is k times its cached number, a value is v times its cached number.
+    """The scales of a layer's cache: keys are k times the cached numbers, values are v times the cached numbers.
 
     Args:
         k, v: fp32, [1] or [kv heads].

@@ -42,16 +42,16 @@ class Options(TypedDict):
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a checkpoint stores a layer.
+    """The format in which a checkpoint stores a layer.
 
     Args:
         name: the format's name in errors.
         methods: values of the configuration's `quant_method` for this format.
-        mark: the tensor whose name tells that a layer is of this format.
+        mark: name of the tensor by which layers of this format are recognised.
         required, optional: the names of the tensors that are read, except "bias".
-        convert: (tensors by those names, the layer's configuration, further options) -> weight.
-        ignored: further tensors of a layer, which do not change the weight.
-        dtypes: the dtypes that the mark may have, in safetensors' letters; empty for any.
+        convert: a function from (these tensors by name, the layer's configuration, further options) to the weight.
+        ignored: names of further tensors of a layer, which do not change the weight.
+        dtypes: the dtypes that the mark may have, in safetensors' notation; empty for any dtype.
     """
 
     name: str
@@ -136,8 +136,8 @@ def _compressed_tensors(tensors: Tensors, config: Config, **options: Any) -> Pac
 
 
 def _said_of_weights(config: Config, stored: str, kind: str) -> Config:
-    """Returns the part of compressed-tensors' configuration about a layer's weights, after checking that it fits the
-    stored tensors.
+    """Returns the entry of compressed-tensors' configuration about a layer's weights. Checks first that the entry fits
+    the stored tensors.
 
     stored: the format of the tensors. kind: "int" or "float".
 
@@ -209,9 +209,9 @@ def _check_symmetric(name: str, weight: PackedWeight, said: str) -> None:
 
 
 def _check_order_is_there(name: str, tensors: Tensors, weight: PackedWeight, said: str) -> None:
-    """Raises ValueError if a weight with groups lacks ``name``, the tensor with the group of each input.
+    """Raises ValueError if a weight with groups lacks the tensor ``name``, which has the group of each input.
 
-    said: the configuration's statement about this order, for the message.
+    said: the statement of the configuration about the order of inputs, for the message.
     """
     if name not in tensors and weight.group_size is not None:
         raise ValueError(f"{name}: got no such tensor, want it: the configuration says {said}")
@@ -259,7 +259,8 @@ def _own(tensors: Tensors, _: Config, *, dtype: torch.dtype | None, device: torc
 
 def _auto_round(tensors: Tensors, config: Config, **options: Unpack[Options]) -> PackedWeight:
     """Converts an AutoRound layer, whose words are packed as AutoGPTQ's or AutoAWQ's. AutoRound's packing format says
-    whether the checkpoint stores each zero point minus one."""
+    whether stored zero points are one less than the real ones.
+    """
     _check_no_transforms(config)
     data_type = config.get("data_type", "int")
     if data_type not in ("int", "int_asym", "int_sym"):
@@ -399,7 +400,8 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
 
 
 def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFormat]:
-    """Returns the formats that a tensor marks. Formats that name the tensor's dtype win over those for any dtype.
+    """Returns the formats of which a tensor is the mark. Formats that name the tensor's dtype win over formats for any
+    dtype.
 
     A "weight" marks a format only together with its scales.
     """
@@ -453,8 +455,9 @@ def is_stacked(entries: Mapping[str, Entry], name: str, form: LayerFormat) -> bo
 
 
 def said_of(entries: Mapping[str, Entry], name: str) -> dict[str, Any]:
-    """Returns {"tensor": description} with torchao's description of a layer's weight, which is JSON in the files'
-    metadata; {} if there is none."""
+    """Returns {"tensor": description} for a layer of torchao; {} for other layers. The description of the layer's
+    weight is JSON in the files' metadata.
+    """
     text = getattr(entries, "metadata", {}).get(join(name, "weight"))
     if text is None:
         return {}

@@ -1,7 +1,7 @@
 """Loading of a running model from a checkpoint directory, in one call.
 
-Memory never holds more than the model and one layer. No code of a checkpoint runs: weights come from safetensors alone,
-and a model whose code is in the directory is refused.
+Memory never holds more than the model and one layer. No code of a checkpoint is run: weights are read from safetensors
+only, and a model whose code is in the directory is refused.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ def load_model(
         config: the quantisation configuration, default that of the directory.
         model_class: a model class of transformers, or an Auto class; default: the class that config.json names first in
             "architectures". A model without a head ignores a head's tensors.
-        dtype: dtype of activations and of all tensors that are not quantised, bf16 or fp16; default: config.json's,
-            else bf16. The layers' scales are rounded to this dtype.
+        dtype: dtype of activations and of all tensors that are not quantised, bf16 or fp16; default: that of
+            config.json, else bf16. The layers' scales are rounded to this dtype.
         device: where the model is put, default the CPU.
         attn_implementation: as for `from_pretrained`.
-        progress: called after each quantised layer with its name, the number of layers done and the number of all.
+        progress: called after each quantised layer with its name, the number of layers done and the number of all
+            layers.
         activations: as for `load_safetensors`. A model that `save_pretrained` wrote declares the activations it had.
 
     Returns:
         The model, in evaluation mode, as `from_pretrained` returns it, with the directory's generation_config.json.
-        ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), {} if it has none, and
-        ``model.quantization_report`` the report of `load_quantized_linears`.
+        ``model.kv_scales`` has the checkpoint's scales of the KV cache (`read_kv_scales`), or {} if it has none.
+        ``model.quantization_report`` is the report of `load_quantized_linears`.
 
     Raises:
         FileNotFoundError: there is no config.json, or no safetensors file.
         ImportError: transformers is not there.
-        TypeError, ValueError: as `load_quantized_linears`; or a tensor is missing or left over, or the model wants code
+        TypeError, ValueError: as `load_quantized_linears`; or a tensor is missing or left over, or the model needs code
             from the directory. The message names it.
     """
     path = path_of(path)
@@ -95,7 +96,9 @@ def load_model(
 
 
 def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None:
-    """Sets how a saved model's layers round activations, as asked or as saved, and reports the layers."""
+    """Makes a saved model's layers round activations as the caller asks or, by default, as they were saved. Reports the
+    layers.
+    """
     done: list[ReportedLayer] = []
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantizedLinear, OfExperts)):
@@ -111,7 +114,7 @@ def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
     """Reads the scales of the KV cache from the checkpoint at ``path``, by layer; {} if it has none.
 
     The scales are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one
-    number for each tensor or for each head. A key is k_scale times its cached number.
+    element for the tensor, or one for each head. Keys are k_scale times the cached numbers.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that has only one of the two, or a scale that is not positive.

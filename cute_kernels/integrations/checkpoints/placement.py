@@ -28,10 +28,11 @@ _MERGES = {"MergeModulelist", "Concatenate"}  # transformers' operations that st
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer belongs.
+    """The place of a checkpoint's layer in a model.
 
     Args:
-        module: the qualified name of the nn.Linear that the layer replaces, or of the experts that it belongs to.
+        module: the qualified name of the nn.Linear that the layer replaces, or of the module of experts that it belongs
+            to.
         role: `GATE`, `UP` or `DOWN` for an expert, "gate_up" or "down" for stacked experts, None for a Linear.
         expert: the index of the expert, or None.
         packed: whether the layer stays packed. Weights of routers and weights that model code reads are unpacked. So
@@ -121,8 +122,8 @@ def _expert(modules: Mapping[str, nn.Module], name: str, block: str, role: str, 
 def _renamer(model: Any) -> Renamer:
     """Returns a function from a checkpoint's key to (the model's key, conversion, source pattern).
 
-    If transformers merges the tensor with others, conversion is the one that does so. Otherwise conversion and pattern
-    are None.
+    conversion: transformers' conversion that merges the tensor with others. If the tensor is not merged, conversion and
+    pattern are None.
     """
 
     def unchanged(key: str) -> tuple[str, Any, Any]:

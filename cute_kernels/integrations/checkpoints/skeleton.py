@@ -1,4 +1,4 @@
-"""The transformers model of a checkpoint.
+"""Makes the transformers model of a checkpoint.
 
 transformers makes the skeleton, a model without weights, and loads the tensors that are not quantised. Packed layers
 are read one at a time and put straight into their places.
@@ -75,7 +75,8 @@ class Import(CuteKernelsConfig):
     """A quantisation configuration under which transformers loads the tensors that a checkpoint does not quantise.
 
     Args:
-        entries, found: the checkpoint's tensors and its quantised layers.
+        entries: the checkpoint's tensors.
+        found: the checkpoint's quantised layers.
         config: the checkpoint's quantisation configuration.
         options: dtype, device and activations of the layers, as in `load_safetensors`.
     """
@@ -97,7 +98,7 @@ class Import(CuteKernelsConfig):
         return self
 
     def prepare(self, model: nn.Module) -> None:
-        """Removes from the skeleton the parameters that packed layers will replace."""
+        """Removes from the skeleton the parameters that packed layers replace."""
         self.filling = Filling(model, self.entries, self.found)
         for name in {place.module for place in self.filling.places.values()}:
             _make_room(model.get_submodule(name))
@@ -135,7 +136,7 @@ class Import(CuteKernelsConfig):
         return model
 
     def _check(self, info: dict[str, Any]) -> None:
-        """Raises ValueError unless the tensors that are not quantised are exactly those that the model wants."""
+        """Raises ValueError unless the tensors that are not quantised are exactly those that the model needs."""
         assert self.filling is not None
         unused = self.filling.is_unused
         for kind, found, wanted in (
@@ -166,9 +167,10 @@ def generate_as_said(model: Foreign, path: Path) -> None:
 
 
 def _make_room(module: nn.Module) -> None:
-    """Keeps transformers from loading and initialising weights and biases that packed layers and experts will replace.
+    """Prevents transformers from loading and initialising the weights and biases that packed layers and experts will
+    replace.
 
-    Meanwhile the tensors are on the meta device, where the model's code, such as its initialisation, finds them.
+    Until then these tensors are on the meta device, where the model's code, such as its initialisation, finds them.
     """
     for part in module.modules():
         for name in part._parameters.keys() & _TENSORS:

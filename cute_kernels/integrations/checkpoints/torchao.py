@@ -1,8 +1,8 @@
 """Import of torchao layers: INT4 in tinygemm's tensor-core tiles, plain INT8, and current tensors in safetensors files.
 
 Current tensors are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor,
-NVFP4Tensor and MXTensor. A file stores the parts of a weight apart, as `_weight_qdata` and so on. Its metadata gives
-the weight's class and attributes. No code in the metadata runs: classes are looked up by name here.
+NVFP4Tensor and MXTensor. A file stores each part of a weight as a tensor of its own, such as `_weight_qdata`. Its
+metadata gives the weight's class and attributes. No code in the metadata runs: classes are looked up by name here.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def from_torchao(
 def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
     """Returns the transform from row-major 4-bit codes [N, K] to tinygemm's tiles.
 
-    The tiles are those that `aten::_convert_weight_to_int4pack` makes on CUDA. In a tile of 8 rows, lane 4 n + c holds
-    four inputs of row n for each step of 16: 2c, 2c + 1, 2c + 8 and 2c + 9. They are the lane's B fragment of
-    mma.m16n8k16. A word holds two steps, with their even inputs in its low half.
+    The tiles are those that `aten::_convert_weight_to_int4pack` makes on CUDA. A tile has 8 rows. Lane 4 n + c holds
+    four inputs of row n in each step of 16 inputs: 2c, 2c + 1, 2c + 8 and 2c + 9, which are the lane's B fragment of
+    mma.m16n8k16. A word holds two steps; its low half has the even inputs of both.
     """
     k = tiles_k * inner_steps * STEP_K
     modes: tuple[tuple[int, int], ...] = (
@@ -189,7 +189,7 @@ def from_tensor(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """Packs a torchao layer's weight. Zero points that are no codes are kept as floating shifts.
+    """Packs a torchao layer's weight. Zero points that are not integer codes become floating shifts.
 
     Args:
         kind: the name of the tensor's class, one of `KINDS`.
@@ -246,7 +246,7 @@ def _tile_packed(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | 
 
 
 def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
-    """Packs integers of 1 to 8 bits: up to 4 bits as 4-bit codes, others as 8-bit codes."""
+    """Packs integers of 1 to 8 bits. Integers of up to 4 bits become 4-bit codes, wider ones 8-bit codes."""
     target = attributes.get("target_dtype")
     name = target.get("_data") if isinstance(target, Mapping) else str(target).removeprefix("torch.")
     if name not in [f"int{bits}" for bits in range(1, 9)]:
@@ -257,7 +257,7 @@ def _intx(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, d
 def _float_codes(tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device) -> PackedWeight:
     """Packs W = number(q) * s, times per_tensor_scale.
 
-    qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], a number per square block, or swizzled.
+    qdata: [N, K], or [N, K / 2] for two codes a byte. scale: [N, groups], or one element per square block, or swizzled.
     """
     block = attributes.get("block_size")
     if attributes.get("is_swizzled_scales"):
@@ -282,8 +282,9 @@ def _unblocked(scale: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 def _plain(
     tensors: Tensors, attributes: Attributes, dtype: torch.dtype | None, device: Device, *, bits: int
 ) -> PackedWeight:
-    """Packs W = (q - z) * s. qdata: int8 [N, K]. scale and zero_point have one number per group of a row, or one in
-    all."""
+    """Packs W = (q - z) * s. qdata: int8 [N, K]. scale and zero_point have one element for each group of a row, or one
+    element in all.
+    """
     qdata, zero_point = tensors["qdata"], tensors.get("zero_point")
     fields.check_tensor("qdata", qdata, (torch.int8,), 2, "[N, K]")
     n, k = qdata.shape

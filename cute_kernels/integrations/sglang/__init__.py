@@ -2,7 +2,8 @@
 
 SGLang finds :func:`register` as an entry point of the group ``sglang.srt.plugins`` and calls it in each of its
 processes. `versions` has the names in each supported SGLang, `linear` the layers, `rows` the row counts of the server.
-CUTE_KERNELS_SGLANG=0 replaces nothing. What cannot be served here is left to SGLang, and one line of its log says why.
+With CUTE_KERNELS_SGLANG=0 nothing is replaced. Layers that are not supported here stay with SGLang, and one line of its
+log says why.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def hooks(interface: Interface) -> dict[str, Hook]:
 
 
 def offer(interface: Interface) -> None:
-    """Registers the backend and its name on the command line, once every hook is in place."""
+    """Registers the backend, and its name on the command line. It is called once every hook is in place."""
     named(interface.attention_backends)[NAME] = make
     choices = named(interface.attention_choices)
     choices[:] = dict.fromkeys([*choices, NAME])

@@ -1,7 +1,7 @@
 """The attention backend for SGLang: a step's metadata, inside and outside CUDA graphs, and a layer's attention.
 
-The page table comes from SGLang's table of token slots. Slots of a page are adjacent, so a page's first slot gives the
-page's number. A captured step computes the table and the lengths inside its graph: a replay needs nothing from the
+The page table comes from SGLang's table of token slots. Slots of a page are adjacent, so the page's index follows from
+its first slot. A captured step computes the table and the lengths inside its graph: a replay needs nothing from the
 host. The scheduler may write the next step's table once the replay's first launches are done (overlap scheduling).
 
 Requests that pad a graph have row 0 of the pool of requests and a length of 1. Here their length becomes 0, since
@@ -31,8 +31,10 @@ class Step:
     """A step's requests.
 
     Attributes:
-        seq_lens: int32 [requests], with the new tokens. block_table: int32 [requests, pages].
-        starts: int32 [requests + 1], each request's first new token in the step; None if each request has one.
+        seq_lens: int32 [requests], new tokens included.
+        block_table: int32 [requests, pages].
+        starts: int32 [requests + 1], each request's first new token in the step; None if each request has one new
+            token.
         max_seq_len: a bound on seq_lens.
     """
 
@@ -183,8 +185,9 @@ class CuteKernelsAttentionBackend(AttentionBackend):
         }
 
     def _scale(self, scale: torch.Tensor | float | None, wanted: str | None) -> torch.Tensor | None:
-        """Returns a layer's scale of K or V: its parameter, its number from a file of scales, or 1. Returns None if the
-        format takes no scale (``wanted`` is None)."""
+        """Returns a layer's scale of K or V: the layer's parameter, or a number from a file of scales, or 1. Returns
+        None if the format has no scale (``wanted`` is None).
+        """
         if wanted is None:
             return None
         if isinstance(scale, torch.Tensor):

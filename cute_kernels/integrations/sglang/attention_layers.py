@@ -65,6 +65,7 @@ def kernel_layers(runner: Foreign, layers: Iterable[Foreign]) -> list[Any]:
 
 
 def window_of(layer: Foreign) -> int | None:
-    """Returns the number of tokens that a query sees, itself included; None for all. SGLang's number does not include
-    the query's own token."""
+    """Returns the number of tokens that a query sees, its own token included; None for all. SGLang's number is one
+    less, as it leaves out the query's own token.
+    """
     return layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) > -1 else None

@@ -1,4 +1,6 @@
-"""Checks, for the doctor command, what the plug-in would serve in the installed SGLang. SGLang is not imported."""
+"""Checks, for the doctor command, which seams the plug-in would replace in the installed SGLang. SGLang is not
+imported.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Linear layers of SGLang with FP8 or NVFP4 weights, whose activations SGLang keeps in 16 bits on Hopper.
 
 These are layers with FP8 weights and 16-bit activations (W8A16), and all NVFP4 layers, even if a checkpoint declares
-other activations. SGLang itself runs these layers with Marlin. It keeps layers with FP8 activations (W8A8). Each part
-of a fused layer keeps its own scale.
+other activations. SGLang itself runs these layers with Marlin. Layers with FP8 activations (W8A8) stay with SGLang.
+Each part of a fused layer keeps its own scale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from cute_kernels.integrations.sglang.seams import Layers, Seam, refuse
 class Kind:
     """The layers of one kind of checkpoint.
 
-    owner, product: as in `linear.Kind`. is_fp4: whether `--fp4-gemm-backend` chooses their kernels.
+    Attributes:
+        owner, product: as in `linear.Kind`.
+        is_fp4: whether `--fp4-gemm-backend` selects the kernels of these layers.
     """
 
     owner: str

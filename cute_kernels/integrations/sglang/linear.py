@@ -1,8 +1,9 @@
 """Weight-only linear layers of SGLang: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
 
-Each kind of layer has an owner, an SGLang class with two hooked methods. One brings loaded weights into Marlin's order,
-the other multiplies. A layer that runs here keeps its packed tensors under the names of its parameters, as Marlin does.
-Its attribute `seams.SERVED` describes them. Any other layer goes on to SGLang's own methods.
+Each kind of layer has an owner, an SGLang class with two hooked methods. SGLang's own methods bring loaded weights into
+Marlin's order, and multiply. A layer that runs here keeps its packed tensors under the names of its parameters, as
+Marlin does. Its attribute `seams.SERVED` describes the tensors. For any other layer, the hooks call SGLang's own
+methods.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ class Kind:
     """The layers of one kind of checkpoint.
 
     Attributes:
-        owner: the field of `versions.Interface` that names their owner.
+        owner: the field of `versions.Interface` that names the layers' owner.
         product: the owner's method that multiplies.
-        names: parameters of codes, scales, zero points and groups of inputs.
-        form: maps (owner, layer) to the layer's form. Raises ValueError, with the reason, for an unsupported layer.
-        pack: maps (form, codes, scales, zeros, groups of inputs) to the weight.
+        names: names of the parameters of codes, scales, zero points and groups of inputs.
+        form: a function from (owner, layer) to the layer's form. It raises ValueError, with the reason, for an
+            unsupported layer.
+        pack: a function from (form, codes, scales, zeros, groups of inputs) to the weight.
     """
 
     owner: str
@@ -71,7 +73,9 @@ def _pack(kind: Kind, owner: Foreign, layer: torch.nn.Module) -> tuple[dict[str,
 
 
 def make_ready(form: Form, device: torch.device, batch_invariant: bool) -> list[str]:
-    """Loads or compiles the kernels of a layer's steps. Returns the reasons why SGLang keeps the layer instead."""
+    """Loads or compiles the kernels of a layer's steps. Returns the reasons why the layer stays with SGLang; empty if
+    the kernels are ready.
+    """
     if (reasons := reasons_against(device)) or device.type != "cuda":
         return reasons
     index, counts = ready.index_of(device), rows.engine_rows()

@@ -1,6 +1,6 @@
-"""Decoding of latent attention (MLA) in SGLang by its backend `flashmla`, over its pool in 16 bits.
+"""Decoding of latent attention (MLA) in SGLang's backend `flashmla`, over its pool in 16 bits.
 
-Everything else of the backend stays SGLang's: prompts, drafts and their verification, the pool, pages and graphs.
+SGLang keeps everything else of the backend: prompts, drafts and their verification, the pool, pages and graphs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def settle(
 
 
 def reasons_of(backend: Foreign, runner: Foreign) -> list[str]:
-    """Returns the reasons why a backend decodes with SGLang's kernels."""
+    """Returns the reasons why a backend must decode with SGLang's kernels; empty if it can decode with the kernels
+    here.
+    """
     dtypes, heads = (backend.data_type, backend.q_data_type), backend.num_local_heads
     wrong = {
         "hooks that were not seen to take effect": WHAT not in IN_PLACE,

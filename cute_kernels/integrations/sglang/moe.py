@@ -47,13 +47,13 @@ class Kind:
     """The expert layers of one kind of checkpoint.
 
     Attributes:
-        owner: the field of `versions.Interface` that names their owner.
+        owner: the field of `versions.Interface` that names the layers' owner.
         product: the owner's method that multiplies.
         words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
-        form: maps an owner to the way in which its layers store codes. Raises ValueError, with the reason, for
-            unsupported layers.
+        form: a function from an owner to the way in which its layers store codes. It raises ValueError, with the
+            reason, for unsupported layers.
         pack: the function that packs parameters [E, inputs, outputs].
-        outputs_first: whether parameters are [E, outputs, inputs]; gate's and up's rows may then alternate.
+        outputs_first: whether parameters are [E, outputs, inputs]. Rows of gate and up may then alternate.
     """
 
     owner: str
@@ -71,12 +71,15 @@ class Kind:
         return tensor.transpose(1, 2) if self.outputs_first else tensor
 
     def in_turn(self, config: Foreign) -> bool:
-        """Returns whether gate's and up's rows alternate, as in gpt-oss's checkpoints; otherwise gate's come first."""
+        """Returns whether the rows of gate and up alternate, as in gpt-oss's checkpoints; otherwise all rows of gate
+        come first.
+        """
         return self.outputs_first and config.gemm1_alpha is not None and config.gate_up_interleaved
 
     def biases_of(self, owner: Foreign, layer: Foreign) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns both products' biases as kernels take them, gate's and up's alternating; None for layers without
-        biases."""
+        """Returns the biases of both products, with those of gate and up alternating, as kernels take them; None for
+        layers without biases.
+        """
         if not (self.outputs_first and owner.with_bias):
             return None, None
         config = layer.moe_runner_config
@@ -169,7 +172,7 @@ def multiply(served: Served, layer: Foreign, dispatch_output: Foreign) -> Foreig
 def note_router(original: Callable[..., None], block: Foreign, *arguments: object, **named: object) -> None:
     """Runs the constructor of a gpt-oss block, then notes the block's router on its experts.
 
-    SGLang's gpt-oss kernels take tokens sorted by experts. The kernels here take each token's experts, so `_pack`
+    SGLang's gpt-oss kernels take tokens sorted by experts. The kernels here take the experts of each token, so `_pack`
     changes the router's output format.
     """
     original(block, *arguments, **named)

@@ -1,7 +1,7 @@
 """SGLang's entry point: it hooks the wanted seams, and checks that the hooks took effect.
 
 SGLang applies hooks after the last plug-in has run. It logs errors of plug-ins and hooks, and goes on. So a seam is
-used only once all of its hooks are seen in place: a single hook would hand packed weights to Marlin.
+used only after a check that all of its hooks are in place: otherwise, Marlin could get packed weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def why_not_wanted() -> str | None:
-    """Returns why the environment wants nothing replaced; None if it wants the plug-in."""
+    """Returns why the environment turns the plug-in off; None if the plug-in is on."""
     text = os.environ.get(SWITCH, "1").strip()
     if text == "1":
         return None

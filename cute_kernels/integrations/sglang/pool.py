@@ -16,7 +16,9 @@ from cute_kernels.integrations.sglang import rows
 
 
 class RowsPool(MHATokenToKVPool):
-    """Buffers uint8 [slots, KV heads, bytes of a row], which SGLang treats as FP8 with another number of columns."""
+    """Buffers uint8 [slots, KV heads, bytes of a row]. SGLang treats them as FP8 buffers with a different number of
+    columns.
+    """
 
     @property
     def formats(self) -> Formats:

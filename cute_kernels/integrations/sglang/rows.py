@@ -11,9 +11,11 @@ from cute_kernels.integrations.ready import DEFAULT_ROWS, RowCounts
 
 
 def engine_rows() -> RowCounts:
-    """Returns the row counts of this process's server; `DEFAULT_ROWS` if no server has published them. Captured counts
-    are those of prefill graphs, those of decode graphs, and the latter times the number of draft tokens. The largest
-    count is the number of tokens in the largest chunk of a prompt."""
+    """Returns the row counts of this process's server; `DEFAULT_ROWS` if no server has published them.
+
+    Captured counts are those of prefill graphs, those of decode graphs, and those of decode graphs times the number of
+    draft tokens. The largest count is the number of tokens in the largest chunk of a prompt.
+    """
     from sglang.srt.runtime_context import get_exec, get_schedule, get_spec
 
     try:
@@ -28,8 +30,9 @@ def engine_rows() -> RowCounts:
 
 
 def published(part: str, option: str) -> bool:
-    """Returns whether an option of the server's configuration is True or a number above 1. Without a published
-    configuration it is False."""
+    """Returns whether an option of the server's configuration is True or an integer above 1; False if no configuration
+    is published.
+    """
     from sglang.srt import runtime_context
 
     try:
@@ -46,8 +49,8 @@ def is_deterministic() -> bool:
 
 
 def saves_memory() -> bool:
-    """Returns whether SGLang may release memory and map it again (`--enable-memory-saver`), which no layer here
-    supports.
+    """Returns whether SGLang may release memory and map it again (`--enable-memory-saver`). No layer here supports
+    this.
 
     Kernels wait for words of workspaces to change. If a workspace's contents are lost, results are wrong.
     """

@@ -1,4 +1,4 @@
-"""Common parts of seams: hooks around SGLang's functions, reasons that keep all seams from serving, and log lines."""
+"""Common parts of seams: hooks around SGLang's functions, reasons why no seam can be used, and log lines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def named(name: str) -> Any:
     """Returns the object with a full name such as "package.module.Class.method".
 
     Raises:
-        ImportError, AttributeError: there is no such object. If a module fails to import, the error is the import's
-            own; pkgutil would only say that the package lacks an attribute.
+        ImportError, AttributeError: there is no such object. If a module fails to import, the error is that of the
+            import; pkgutil's error would only say that the package lacks an attribute.
     """
     try:
         return pkgutil.resolve_name(name)
@@ -51,7 +51,7 @@ def named(name: str) -> Any:
 
 
 class Hook(NamedTuple):
-    """A function to call around a function of SGLang's, and the parameters that SGLang's function must have."""
+    """A function to call around a function of SGLang, and the parameters that SGLang's function must have."""
 
     function: Callable[..., Any]
     parameters: tuple[str, ...]
@@ -62,8 +62,10 @@ class Seam:
     """A place where the plug-in takes over from SGLang.
 
     Attributes:
-        what: the name in log lines. hooks: returns the hooks, by the full names of SGLang's functions. Raises
-            ImportError or AttributeError, naming what this SGLang lacks. offer: called once all hooks are in place.
+        what: the name in log lines.
+        hooks: a function that returns the hooks, by the full names of SGLang's functions. It raises ImportError or
+            AttributeError, naming what this SGLang lacks.
+        offer: a function that is called once all hooks are in place.
     """
 
     what: str
@@ -80,11 +82,14 @@ class Layers:
     """Layers with quantised weights, and the hooks around their owners' methods that load and multiply.
 
     Attributes:
-        what: the seam's name in log lines. kinds: the kinds of layers. A kind's ``owner`` is a field of the interface,
-            its ``product`` the owner's method that multiplies.
-        pack: maps (kind, owner, layer) to new tensors by the names of parameters, and the value of :data:`SERVED`. If
-            SGLang's own method has to load the layer, raises an AttributeError, TypeError or ValueError that says why.
-        multiply: maps (served, layer, *arguments) to the result. parameters: the names of these arguments.
+        what: the seam's name in log lines.
+        kinds: the kinds of layers. A kind's ``owner`` is a field of the interface, its ``product`` is the owner's
+            method that multiplies.
+        pack: a function from (kind, owner, layer) to (new tensors by the names of parameters, the value of
+            :data:`SERVED`). If SGLang's own method has to load the layer, it raises an AttributeError, TypeError or
+            ValueError that says why.
+        multiply: a function from (served, layer, *arguments) to the result.
+        parameters: the names of these arguments.
     """
 
     what: str
@@ -104,7 +109,7 @@ class Layers:
         return found
 
     def load(self, kind: Foreign, original: Callable[..., None], owner: Foreign, layer: torch.nn.Module) -> None:
-        """Packs a loaded layer, or leaves it to SGLang and logs why."""
+        """Packs a loaded layer, or lets SGLang load it and logs why."""
         if getattr(layer, SERVED, None) is not None:
             return  # nothing was loaded since: parameters that are packed have no loader
         try:

@@ -10,7 +10,7 @@
 that it has just computed; only later tokens see the quantised ones.
 
 The attention implementation takes the arguments of transformers' SDPA and computes the same results. It supports
-encoders, cross-attention, and every mask and cache of transformers. Read on in `masks` (what a mask says), `attend`
+encoders, cross-attention, and every mask and cache of transformers. Read on in `masks` (what a mask hides), `attend`
 (which path a call takes), `columns` (which tokens are cached), `cache`, `cache_layer`, `graphs` (recorded steps),
 `ahead` (steps begun early) and `accelerated`.
 """

@@ -76,10 +76,10 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """A summary of what `accelerate` did to a model; prints as a table.
+    """A summary of the changes that `accelerate` made to a model; printed as a table.
 
     Attributes:
-        rows: (what, before, after).
+        rows: (part of the model, before, after) for each change.
         notes: the changed layers, and the unchanged ones with reasons.
     """
 
@@ -112,18 +112,18 @@ def accelerate(
     fuse_blocks: bool = True,
     fuse_routers: bool = False,
 ) -> Acceleration:
-    """Makes a transformers model decode by the kernels; ``model.generate(**inputs)`` stays as it is.
+    """Makes a transformers model decode with these kernels. Calls of ``model.generate(**inputs)`` need no change.
 
     Attention becomes ``attn_implementation="cute_kernels"``. `generate` keeps its keys and values in a `DecodeCache`
     unless a call gives another cache, or asks for none. RMS norms are one launch each. On a GPU a decode step is
-    recorded as a CUDA graph and replayed. A second call on a model changes formats, and quantises weights that are
-    still dense.
+    recorded as a CUDA graph and replayed. A second call on the same model changes formats, and quantises weights that
+    are still dense.
 
     Args:
         model: a `PreTrainedModel` that generates, in bf16 or fp16, on the device where it runs; or its result of
             torch.compile.
-        kv_format: the cache's format, as `DecodeCache` takes it. The default keeps a model's answers
-            (docs/accuracy.md); None leaves caches to transformers.
+        kv_format: the cache's format, as `DecodeCache` takes it. With the default a model's answers stay the same
+            (docs/accuracy.md). None: transformers' own caches are used.
         weights: the format of Linear layers and experts, as `quantize_weight` takes it: "w4g128", "w8gchannel",
             "w4g64z" (bits, group size or one scale per row, z for zero points), "mxfp4", "nvfp4", "fp8". None leaves
             them as they are.
@@ -134,16 +134,16 @@ def accelerate(
             ``weights`` and ``skip``. It is the largest layer, and its rounding errors reach the logits directly:
             "w8g128" halves its bytes.
         scales: for formats with a scale beside the cache, as `DecodeCache` takes them.
-        kv_transform: how K and V are transformed before they are written, as `DecodeCache` takes it, such as the
-            constants that `cute-kernels calibrate` finds.
-        max_seq_len: columns that a request may reach; None: no limit.
+        kv_transform: the transform of K and V before they are written, as `DecodeCache` takes it, such as the constants
+            that `cute-kernels calibrate` finds.
+        max_seq_len: the largest number of columns of a request; None: no limit.
         cuda_graphs: whether decode steps are recorded; never with CUTE_KERNELS_DEBUG=1, which checks every call.
         fuse_blocks: whether blocks of known models run in fewer launches: projections of one input as one, rotation in
             the append, SwiGLU in its product, sums in norms. Each block is first compared, on noise, with the model's
             own code.
-        fuse_routers: whether routers of quantised experts run by `cute_kernels.gemm.experts.route` where their code is
-            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so another
-            expert may be chosen among those whose logits are equal in 16 bits. Not yet timed in `generate`.
+        fuse_routers: whether `cute_kernels.gemm.experts.route` computes the routers of quantised experts whose code is
+            known: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek V3 and V4, GLM-4.5. Their logits stay in fp32, so a different
+            expert may be chosen if logits are equal in 16 bits. Not yet timed in `generate`.
 
     Returns:
         A summary of what was done; it is logged as well.
@@ -220,8 +220,9 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """Undoes `accelerate`: the model gets its own ``generate``, ``forward``, blocks and norms back. Quantised weights
-    and the attention stay."""
+    """Makes captured graphs share workspaces. This is possible because SGLang replays its graphs one at a time; they
+    share a memory pool, too.
+    """
     model = compiled_from(model)
     restore_blocks(model)
     restore_norms(model)
@@ -232,7 +233,8 @@ def restore(model: nn.Module) -> None:
 
 class _State:
     """The state that `accelerate` adds to a model: the model's own methods, and the memory of caches that `generate`
-    released."""
+    has released.
+    """
 
     def __init__(self, model: Foreign, make_cache: functools.partial[DecodeCache] | None, graphs: bool) -> None:
         self.make_cache = make_cache
@@ -247,7 +249,9 @@ class _State:
         return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """Returns the state for a copy of the model. It has the copy's own methods, and keeps no memory of a cache."""
+        """Returns the state for a copy of the model. It has the own methods of the copy, and holds no memory of a
+        cache.
+        """
         memo[id(self)] = copied = object.__new__(_State)
         vars(copied).update(vars(self))
         copied.generate, copied.forward, copied.replay = deepcopy((self.generate, self.forward, self.replay), memo)
@@ -324,8 +328,9 @@ class _Generate:
 
 
 def is_greedy(model: Foreign, options: Mapping[str, Any]) -> bool:
-    """Returns whether the options of a call of `generate` ask for the likeliest token of each request at every step: no
-    sampling, no beams, no drafts."""
+    """Returns whether a call of `generate` chooses the likeliest token of each request at every step: without sampling,
+    beams or drafts.
+    """
     drafts = _asked(model, options, "prompt_lookup_num_tokens") or options.get("assistant_model") is not None
     chooses = _asked(model, options, "do_sample") or _asked(model, options, "num_beams") not in (None, 1)
     return not drafts and not chooses
@@ -395,7 +400,7 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
 
 
 def _caches_for_itself(part: nn.Module) -> bool:
-    """Returns whether a layer gets the cache as an argument and computes attention over it by operators of its own."""
+    """Returns whether a layer takes the cache as an argument and computes attention over it by its own operators."""
     return computes_attention(type(part)) and any(
         name in CACHE_ARGUMENTS for name in inspect.signature(part.forward).parameters
     )

@@ -5,11 +5,11 @@ idle. In greedy decoding the device knows these inputs: the likeliest token, and
 begins at once, on a stream of its own.
 
 When `generate` asks for the step, its inputs are compared with those that were used. If they are equal, the step's
-outputs are returned. Otherwise the begun step is called back: the lengths no longer count its token, and the requested
-step overwrites its row.
+outputs are returned. Otherwise the begun step is called back: its token is subtracted from the lengths, and the
+requested step overwrites its row.
 
-The host's cost is one graph replay. A step that is recorded for greedy calls first copies its inputs to the host. At
-its end it writes the next step's inputs where the next step reads them.
+It takes the host one graph replay. A step that is recorded for greedy calls first copies its inputs to the host. At its
+end it writes the next step's inputs to the tensors from which the next step reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Lane:
-    """A stream besides the current one. On a CPU, work runs in order and nothing waits.
+    """A stream in addition to the current one. On a CPU, work runs in order and nothing waits.
 
     Within ``with lane:`` work goes to the lane, as within `torch.cuda.stream`; the current stream is looked up once, on
     entry.
@@ -82,7 +82,7 @@ class NextInputs:
     """The end of a recorded step, which writes the next step's inputs over the step's own.
 
     Args:
-        inputs: the step's inputs. Inputs other than the token and `_COUNTED` are expected to stay the same.
+        inputs: the step's inputs. Only the token and the inputs in `_COUNTED` may change from step to step.
 
     Attributes:
         last: int64 [batch, 1], each request's fixed next token; -1: the likeliest token.
@@ -125,11 +125,13 @@ class Step:
 
 @dataclass
 class Begun:
-    """A step in flight that has not been asked for yet. It reads the inputs of the recorded ``step`` and writes that
-    step's outputs.
+    """A step in flight that `generate` has not asked for yet. It reads the inputs of the recorded ``step`` and writes
+    that step's outputs.
 
     Attributes:
-        step: the recorded step. lane: the stream where it runs. of: the call of `generate` that began it.
+        step: the recorded step.
+        lane: the stream on which the step in flight runs.
+        of: the call of `generate` that began it.
     """
 
     step: Step
@@ -137,8 +139,9 @@ class Begun:
     of: Lookahead
 
     def call_back(self, columns: Columns) -> None:
-        """Discards the step: lengths no longer count its token, so its row is overwritten. The current stream waits for
-        the step."""
+        """Discards the step. Its token is subtracted from the lengths, so its row will be overwritten. The current
+        stream waits for the step.
+        """
         self.of.missed += 1
         self.lane.mark()
         self.lane.wait()
@@ -149,11 +152,11 @@ class Lookahead:
     """The steps of one call of `generate` that begin early.
 
     Args:
-        limit: columns that the call will reach; no step begins after its last one.
+        limit: number of columns that the call will reach; no step begins after the last one.
 
     Attributes:
-        taken: steps that had begun when they were asked for.
-        missed: steps that were called back.
+        taken: number of steps that had begun when they were asked for.
+        missed: number of steps that were called back.
     """
 
     def __init__(self, limit: int) -> None:
@@ -165,8 +168,8 @@ class Lookahead:
         self._missed: tuple[torch.Tensor, torch.Tensor] | None = None  # tokens that were given, and those foreseen
 
     def take(self, step: Step, columns: Columns, given: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether ``step`` was begun early with the inputs ``given``. If so, counts it as taken, and it cannot
-        be called back any more.
+        """Returns whether ``step`` was begun early with the inputs ``given``. If so, the step is taken: it is counted,
+        and can no longer be called back.
 
         Waits for the device until the inputs are known.
         """
@@ -181,7 +184,7 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Tells ``following``, the end of a step that is about to be replayed, which requests have fixed tokens.
+        """Sets the requests that have fixed tokens in ``following``, the end of a step that is about to be replayed.
 
         `generate` gives a request that has ended a fixed token, not the model's. A request has ended if its given token
         differs from the token with which the last early step began.
@@ -197,10 +200,11 @@ class Lookahead:
 
     def go_on(self, step: Step, columns: Columns, copies: Copies = ()) -> None:
         """Begins the step after ``step`` early, if that is possible and `generate` is likely to ask for it. ``columns``
-        already count ``step``.
+        already include the column of ``step``.
 
-        copies: pairs of a copy and an output of ``step``; empty if ``step`` ran on the current stream. If ``step``
-        began early, the next step would overwrite its outputs, so the early steps' stream fills the copies first.
+        copies: pairs of a tensor for a copy and an output of ``step``; empty if ``step`` ran on the current stream. If
+        ``step`` began early, the next step would overwrite its outputs, so the stream of early steps fills the copies
+        first.
         """
         begins = self._begins(step, columns)
         if not begins and not copies:

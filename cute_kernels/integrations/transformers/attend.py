@@ -1,4 +1,4 @@
-"""transformers' attention function, which chooses the path of a call.
+"""transformers' attention function. It chooses the path on which a call is computed.
 
 | keys and values | call | path |
 |---|---|---|
@@ -11,8 +11,8 @@
 | | anything else | as tensors, of latents expanded |
 
 With `extend_attention`, a first turn attends to the exact keys and values that it has just computed. A later turn
-attends to the packed rows, which include its own new tokens. Padding is left out: queries and keys are tokens only, one
-request after the other.
+attends to the packed rows, which include its own new tokens. Padding is removed first: queries and keys are only
+tokens, one request after the other.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def attention(
     """Computes attention as transformers' layers call it; the module's table says which path it takes.
 
     Args:
-        module: the layer. Its ``is_causal`` (default True) holds where the argument is None.
+        module: the layer. Its ``is_causal`` (default True) is used if the argument is None.
         query: [batch, num_q_heads, q_len, head_dim].
         key, value: [batch, num_kv_heads, keys, head_dim], or a `DecodeCache`'s handle, given twice.
-        attention_mask: as `make_mask` makes it, or any that broadcasts to [batch, num_q_heads, q_len, keys]: boolean
-            (True is seen) or added to the scores. None: all keys, or causal. Several causal queries are aligned with
-            the first keys of a tensor, as in SDPA, and with the last keys of a handle.
-        scaling: of the scores; default head_dim ** -0.5.
-        dropout: probability.
+        attention_mask: a result of `make_mask`, or any mask that broadcasts to [batch, num_q_heads, q_len, keys]:
+            boolean (True is seen) or added to the scores. None: all keys, or causal. Several causal queries are aligned
+            with the first keys of a tensor, as in SDPA, and with the last keys of a handle.
+        scaling: the factor of the scores; default head_dim ** -0.5.
+        dropout: the probability of dropout.
         is_causal: see ``module``.
-        options: ``softcap``, ``s_aux`` (sinks), ``position_bias`` are honoured. A mask includes the
-            ``sliding_window``. Without a mask, keys given as tensors must not be more than the window.
+        options: ``softcap``, ``s_aux`` (sinks) and ``position_bias`` are supported. A mask includes the
+            ``sliding_window``. Without a mask, there must be no more keys in tensors than the window has.
 
     Returns:
         The output [batch, q_len, num_q_heads, head_dim], and the attention weights of an eager function, else None.
@@ -110,9 +110,9 @@ def attention(
 
 
 def _without_gradient(function: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> torch.Tensor:
-    """Returns function(query), whose backward pass raises.
+    """Returns function(query). The backward pass of the result raises an error.
 
-    Kernels over a cache have no backward pass; without this, their gradients would silently be missing.
+    Kernels over a cache have no backward pass. Without the error, their gradients would be missing without notice.
     """
     if torch.is_grad_enabled() and query.requires_grad and not torch.compiler.is_compiling():
         return differentiable(function, _refuse_gradients, query)
@@ -171,8 +171,9 @@ _IMPOSSIBLE = torch.empty(0)
 
 
 def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:
-    """Returns the additive bias of the scores for the kernels, fp32 [batch, q_len, heads, capacity]; None if there is
-    none, `_IMPOSSIBLE` if kernels cannot take it."""
+    """Returns the additive bias of the scores for the kernels, fp32 [batch, q_len, heads, capacity]. Returns None if
+    there is no bias, and `_IMPOSSIBLE` if kernels do not support it.
+    """
     if mask is not None:
         added = additive(mask, torch.float32 if bias is None else bias.dtype)
         bias = added if bias is None else bias + added
@@ -265,8 +266,9 @@ def _extend(tokens: CachedTokens, query: torch.Tensor, **options: Any) -> torch.
 
 
 def _new_as_cache(tokens: CachedTokens, fresh: torch.Tensor | None) -> dict[str, Any]:
-    """Returns the new keys and values as a contiguous cache in their dtype; each request's tokens precede its
-    padding."""
+    """Returns the new keys and values as a contiguous cache in their dtype. In it, each request's tokens come before
+    its padding.
+    """
     k, v = token_major(tokens.new_k).contiguous(), token_major(tokens.new_v).contiguous()
     if fresh is not None:
         order = (~fresh).to(torch.uint8).argsort(dim=1, stable=True)[:, :, None, None]

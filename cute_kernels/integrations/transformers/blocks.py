@@ -5,10 +5,11 @@
 | attention | three projections, norms of q and k, rotation, append | one projection, all else in `append_and_decode` |
 | MLP | two projections, activation, product, one projection | one with the "swiglu" epilogue, one |
 | layer | norm, sum, norm, sum | each sum and its norm in one launch, or in the products around them (`deferral`) |
-| from attention to the next one | four products | one launch where there is a kernel for all of them (`Ending`) |
+| from attention to the next one | four products | one launch if there is a kernel for all of them (`Ending`) |
 
-At every call, each block checks that its module still is what was recognised: the same layers, no hooks on modules
-that it does not call, no gradients, no training. Otherwise the call goes to the module's own ``forward``.
+At every call, each block checks that its module is still as it was recognised: it has the same layers, no hooks on
+modules that the block does not call, no gradients and no training. Otherwise the call goes to the module's own
+``forward``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` that replaces a module's own ``forward``, which is kept as ``own``.
+    """A ``forward`` that replaces a module's own ``forward``. ``own`` is the replaced one.
 
     Attributes:
         compiles: whether torch.compile guards everything that a call depends on.
@@ -91,7 +92,8 @@ BlockT = TypeVar("BlockT", bound=Block)
 
 
 def direct(module: nn.Module, kind: type[BlockT]) -> BlockT | None:
-    """Returns a module's block of a kind, if it may be called instead of the module: the module must have no hooks.
+    """Returns the block of a module if it may be called instead of the module: the block is of type ``kind``, and the
+    module has no hooks.
 
     Returns None otherwise, and while torch.compile traces, since torch.compile follows modules.
     """
@@ -138,8 +140,8 @@ class AttentionBlock(Block):
     ) -> tuple[Normed | LayerRows, torch.Tensor | None]:
         """Computes the results of the module's own ``forward``.
 
-        into: the sum and norm after the output projection, or the rest of the layer. If the result is `NormedRows` or
-        `LayerRows`, it includes them.
+        into: the operations that follow: the sum and norm after the output projection, or the rest of the layer. The
+        block may compute them, too: its result is then `NormedRows` or `LayerRows`.
         """
         module: Any = self.module
         rows = shaped(hidden_states)
@@ -228,7 +230,7 @@ class AttentionBlock(Block):
 
 
 class OrderedInputs:
-    """A quantised layer in act-order, for callers whose x is already permuted.
+    """A quantised layer in act-order, for callers whose x is already permuted to the layer's order.
 
     Args:
         layer: a layer for which `wants_order` is True.
@@ -267,10 +269,10 @@ def wants_order(layer: nn.Module) -> bool:
 
 
 class MlpBlock(Block):
-    """A gated MLP with quantised projections, whose gate and up are one weight: see `interleave`.
+    """A gated MLP with quantised projections. The rows of gate and up are in one weight: see `interleave`.
 
     If the down projection is in act-order, the rows of gate and up are permuted to its order. The "swiglu" epilogue
-    then writes the down projection's inputs in this order at no cost.
+    then writes the down projection's inputs in this order, which takes no additional time.
     """
 
     compiles = True
@@ -316,8 +318,9 @@ class MlpBlock(Block):
         return self.module.down_proj(x) if self.down is None else self.down(x)
 
     def products(self) -> tuple[Product, Product] | None:
-        """Returns the product that reads the norm before the MLP, and the last product; None if the module's own
-        ``forward`` runs."""
+        """Returns (the product that reads the norm before the MLP, the last product). Returns None if the module's own
+        ``forward`` runs.
+        """
         return (cast("Product", self._first), self._of_output(self.module.down_proj)) if self._serves() else None
 
     def _serves(self) -> bool:
@@ -351,8 +354,9 @@ class Place:
     next_layer: nn.Module | None
 
     def is_current(self) -> bool:
-        """Returns whether the next layer in the stack still is ``next_layer``; with None, whether there is no next
-        layer."""
+        """Returns whether the next layer in the stack is still ``next_layer``. If ``next_layer`` is None, returns
+        whether there is still no next layer.
+        """
         layers, number = self.stack.layers, self.number + 1
         return (layers[number] if number < len(layers) else None) is self.next_layer
 
@@ -404,9 +408,10 @@ class LayerBlock(Block):
     def _into(
         self, hidden_states: torch.Tensor, mlp: MlpBlock | None, following: nn.Module | None, taker: Product | None
     ) -> Sum | Ending | None:
-        """Returns the operations that attention's output projection may include: a sum and norm, or the rest of the
-        layer. Returns None if there are none. following: the norm that reads the layer's result. taker: the product
-        that reads this norm."""
+        """Returns the operations that attention's output projection may also compute: a sum and norm, or the rest of
+        the layer. Returns None if there are none. following: the norm that reads the layer's result. taker: the product
+        that reads this norm.
+        """
         products = None if mlp is None else mlp.products()
         if products is None:
             return None
@@ -420,7 +425,8 @@ class LayerBlock(Block):
     def _attended(self, hidden_states: torch.Tensor, into: Sum | Ending | None, kwargs: Mapping[str, Any]) -> Any:
         """Returns attention's results for the norm of the hidden states.
 
-        If the results are `NormedRows` or `LayerRows`, they include ``into``.
+        into: operations after attention's output projection. If attention has computed them, the results are
+        `NormedRows` or `LayerRows`.
         """
         before = getattr(self.module, self.known.before)
         attention = direct(self.module.self_attn, AttentionBlock)

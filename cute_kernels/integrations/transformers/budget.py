@@ -41,8 +41,13 @@ _COLUMNS = 32  # that share a scale in the INT4 candidates, where a head has as 
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt, int64 [tokens], that ends with a question of ``asked`` tokens and its answer of ``answer`` tokens. The
-    answer also occurs earlier in the prompt."""
+    """A prompt whose end has a question and its answer; the answer also occurs earlier in the prompt.
+
+    Attributes:
+        tokens: int64 [tokens], the prompt.
+        asked: number of tokens of the question.
+        answer: number of tokens of the answer, which are the last.
+    """
 
     tokens: torch.Tensor
     asked: int
@@ -69,8 +74,9 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """A cache layer of transformers that returns its K and V as ``read`` makes them. Model layers that share the cache
-    get the same K and V."""
+    """A cache layer of transformers whose K and V are what ``read`` returns for the exact ones. Model layers that share
+    the cache get the same K and V.
+    """
 
     read: _Read | None = None
 
@@ -81,10 +87,11 @@ class _ReadLayer(DynamicLayer):
 
 @dataclass(frozen=True)
 class _Probe:
-    """A text whose beginning has exact K and V in ``cache``, and the model's predictions for the tokens that follow.
+    """A text whose beginning has exact K and V in ``cache``, and the model's exact predictions for the tokens after it.
 
-    tokens: int64 [batch, tokens], the tokens that follow. exact: fp32 log probabilities [batch, scored, vocabulary] of
-    the last tokens.
+    Attributes:
+        tokens: int64 [batch, tokens], the tokens after the beginning.
+        exact: fp32 log probabilities [batch, scored, vocabulary] of the last tokens.
     """
 
     cache: Cache
@@ -97,7 +104,7 @@ class Probes:
 
     Args:
         model: a transformers model that generates.
-        batches: its inputs, ``input_ids`` [batch, columns] without padding; the last columns are read again.
+        batches: the model's inputs, ``input_ids`` [batch, columns] without padding; the last columns are read again.
         needles: prompts with their answers.
 
     Raises:
@@ -136,7 +143,9 @@ class Probes:
         return found
 
     def loss(self, reads: Mapping[int, _Read | None]) -> tuple[float, float]:
-        """Returns (KL divergence of the next token in nats, share of positions whose likeliest token stays)."""
+        """Returns (KL divergence of the next token in nats, share of positions whose likeliest token does not
+        change).
+        """
         divergence, agreed = [], []
         for probe in self._texts:
             found = self._again(probe, reads)
@@ -168,10 +177,10 @@ def _window(batch: Mapping[str, Any]) -> tuple[torch.Tensor, int, int]:
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
-    """Makes a model compute in fp32 within the context. In 16 bits its own rounding changes tokens more than a format
-    does.
+    """Makes a model compute in fp32 within the context. In 16 bits, the model's own rounding changes tokens more than a
+    format does.
 
-    A model with packed weights, or one that `accelerate` changed, stays as it is.
+    A model with packed weights, or one that `accelerate` changed, is not converted.
     """
     is_packed = not all(weight.is_floating_point() for weight in model.parameters())
     is_ours = any(type(part).__module__.startswith("cute_kernels.") for part in model.modules())
@@ -189,8 +198,8 @@ def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
 def candidates_for(head_dim: int, dtype: torch.dtype) -> tuple[Pair, ...]:
     """Returns the candidates of a layer: 16 bits; K and V in INT8; K in INT8 and V in INT4; K and V in INT4.
 
-    head_dim: columns of the model's heads. In INT4, 32 columns share a scale, or all columns of a smaller head. dtype:
-    the model's.
+    head_dim: number of columns of the model's heads. In INT4, 32 columns share a scale, or all columns of a smaller
+    head. dtype: the model's dtype.
     """
     dense: KvFormatName = "fp16" if dtype == torch.float16 else "bf16"
     four = cast("KvFormatName", f"int4_g{1 << max(0, min(3, int(math.log2(max(head_dim // _COLUMNS, 1)))))}")
@@ -208,16 +217,16 @@ def choose_formats(
     say: Callable[[str], None] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> tuple[LayerFormats, CacheConstants]:
-    """Chooses a format for each layer of a model's cache, so that the loss is least within a budget of bytes.
+    """Chooses a format for each layer of a model's cache: those with the smallest loss within a budget of bytes.
 
     Args:
         model: as `calibrate_cache` takes it.
         batches: windows of text like those that the model will read: ``input_ids`` [batch, columns], no padding.
-        budget: bytes of a token's K and V in all layers, as a share of their bytes in BF16: 0.42, say.
-        candidates: formats, or pairs of K's and V's, that a layer may have; default: those of `candidates_for`.
+        budget: bytes of a token's K and V in all layers, as a fraction of their bytes in BF16, such as 0.42.
+        candidates: the formats that a layer may have: names, or pairs of K's and V's names; default: `candidates_for`.
         needles: prompts whose answers are looked for as well, with the formats that are chosen.
         moments: the result of `gather_moments` on the batches; default: they are gathered here.
-        say: called with a line after each layer.
+        say: a function that is called with a line of text after each layer.
         calibration: further arguments of `calibrate_cache`, by name: ``center``, ``factors``, ``values`` and so on.
 
     Returns:
@@ -273,7 +282,8 @@ def choose_formats(
 
 
 def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """Returns a candidate for each layer, so that the sum of losses is least and the sum of sizes at most ``most``.
+    """Returns the index of a candidate for each layer. The sum of losses is the smallest for which the sum of sizes is
+    at most ``most``.
 
     Raises ValueError if even the smallest candidates exceed ``most``.
 

@@ -36,7 +36,7 @@ def tokens_to_forget(count: int, length: int) -> int:
     """Returns how many of ``length`` tokens `Cache.crop(count)` forgets in the installed release of transformers.
 
     A negative count is the number of tokens to forget. Up to 5.17 a positive count is the length to keep; from 5.18 on
-    it is an error. Zero is the length to keep in releases whose argument is called max_length.
+    it is an error. Zero is the length to keep in releases that call the argument max_length.
     """
     count = operator.index(count)  # some releases give a tensor
     if count < -length:
@@ -49,7 +49,7 @@ def tokens_to_forget(count: int, length: int) -> int:
 
 
 class DecodeCache(Cache):
-    """A cache of packed rows, as many layers as the model has, read by `attn_implementation="cute_kernels"` alone.
+    """A cache of packed rows for all layers of a model. Only `attn_implementation="cute_kernels"` can read it.
 
     Padding is not stored: a request's rows are its tokens. transformers counts columns, which include padding.
     `copy.deepcopy` and `torch.save` keep the tokens; `torch.load` then needs weights_only=False.
@@ -58,13 +58,13 @@ class DecodeCache(Cache):
         kv_format: a format's name, a pair (K's, V's), or a dict of these by the layer's number, -1 for all others:
             ``{0: "bf16", 1: "bf16", -1: "int4_g4"}``; or a file of these that `cute-kernels calibrate --budget`
             wrote. For latents: "mla_bf16", "mla_fp16" or "mla_fp8".
-        max_seq_len: columns that each request may reach; allocated on first use. None: no limit; the capacity
-            grows by half.
-        capacity: columns to begin with, without ``max_seq_len``.
+        max_seq_len: the largest number of columns of a request, for which memory is allocated on first use. None: no
+            limit; the capacity grows by half.
+        capacity: the number of columns at the beginning, without ``max_seq_len``.
         scales: for formats with a scale beside the cache: each layer's (K's, V's) as `append_kv` takes them; None for a
             format without a scale (see `calibrate`).
-        kv_transform: how K and V are transformed before they are written: transforms alone, or constants that
-            `calibrate_cache` or `cute-kernels calibrate` found. Their scales are used if ``scales`` is None.
+        kv_transform: the transform of K and V before they are written: transforms, or constants that `calibrate_cache`
+            or `cute-kernels calibrate` found. The scales of constants are used if ``scales`` is None.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -157,7 +157,7 @@ class DecodeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of existing columns' rows, in all layers."""
+        """The number of bytes of the rows of all columns in the cache, in all layers."""
         return sum(layer.num_bytes for layer in self._layers)
 
     def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -30,9 +30,9 @@ class Prologue:
     """The operations on q and k before attention.
 
     Attributes:
-        options: arguments of `append_and_decode`, which then performs the operations.
-        rotate: performs them on q and k [batch, heads, columns, head_dim] by the model's own operators, for other
-            attention.
+        options: arguments with which `append_and_decode` performs the operations.
+        rotate: a function that performs the operations on q and k [batch, heads, columns, head_dim] by the model's own
+            operators, for calls that other functions compute.
     """
 
     options: dict[str, Any]
@@ -42,8 +42,8 @@ class Prologue:
 class CachedTokens:
     """One layer's cache as attention needs it, passed where transformers passes K and V.
 
-    The new tokens are not in the cache yet. Attention appends them, since it knows the mask, in the same launch if it
-    can. A layer that reads another layer's keys gets that layer's handle, whose tokens are already appended.
+    The new tokens are not in the cache yet. Attention appends them, in its own launch if possible, since it knows the
+    mask. A layer that reads another layer's keys gets that layer's handle, whose tokens are already appended.
 
     Attributes:
         layer: the rows, their formats and scales.
@@ -82,7 +82,9 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """Calls `Columns.settle` for this handle's pass. If the pass hides tokens, drops their rows from the layer."""
+        """Calls `Columns.settle` for this handle's pass. If the mask of the pass hides tokens, drops their rows from
+        the layer.
+        """
         try:
             self.columns.settle(padding)
         except ValueError:
@@ -94,7 +96,8 @@ class CachedTokens:
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
         """Applies the prologue, if there is one, to the queries and to the handle's new keys, and returns the queries.
-        Other attention than `attend` needs this; the kernel of `attend` applies the prologue."""
+        It is for calls that `attend` does not compute; the kernel of `attend` applies the prologue itself.
+        """
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
             self.prologue = None
@@ -278,8 +281,9 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def take(self, requests: torch.Tensor) -> None:
-        """Gives request b the rows of request requests[b]. The copy stays within the allocation if the batch size
-        stays."""
+        """Gives request b the rows of request requests[b]. If the batch size does not change, the copy stays within the
+        allocation.
+        """
         if not self.is_initialized:
             return
         for name, rows in zip(self.stored, self.rows, strict=True):
@@ -303,7 +307,7 @@ class DecodeCacheLayer(CacheLayerMixin):
         return self.count
 
     def get_max_length(self) -> int:
-        """Returns the most columns that fit; -1 for no limit."""
+        """Returns the largest number of columns that fit; -1 for no limit."""
         return -1 if self.book.max_seq_len is None else self.book.max_seq_len
 
     get_max_cache_shape = get_max_length  # as older releases call it
@@ -338,7 +342,7 @@ class DecodeCacheLayer(CacheLayerMixin):
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of existing columns' rows, not of the whole allocation."""
+        """The number of bytes of the rows of all columns in the layer, without unused capacity."""
         if not self.is_initialized:
             return 0
         return sum(rows[..., : self.count, :].numel() * rows.element_size() for rows in self.rows)
@@ -437,8 +441,9 @@ def _numbers(
 
 
 def why_not() -> str:
-    """Returns the error message for code that takes the handle for a tensor. The message names the calling module and
-    the remedy."""
+    """Returns the error message for code that uses the handle as if it were a tensor. The message names the calling
+    module and the remedy.
+    """
     rule = f"a DecodeCache hands out packed rows, not K and V; only attn_implementation={ATTENTION_NAME!r} reads them"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The options of a `DecodeCache`: formats of its layers, scales beside it, transforms of K and V."""
+"""The options of a `DecodeCache`: formats of its layers, scales outside the rows, transforms of K and V."""
 
 from __future__ import annotations
 

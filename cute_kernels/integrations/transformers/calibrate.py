@@ -1,4 +1,4 @@
-"""Constants of a model's cache, from sample inputs: scales beside the cache, and transforms."""
+"""Finds constants of a model's cache from sample inputs: scales outside the rows, and transforms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _WATCHED = "cute_kernels_watched"  # the attention implementation while a model 
 class Seen(NamedTuple):
     """The inputs of a layer's attention in one pass, after RoPE and without padding, as the layer's cache gets them.
 
-    q: [tokens, num_q_heads, head_dim]. k, v: [tokens, num_kv_heads, head_dim]. lengths: tokens of each request.
+    Attributes:
+        q: [tokens, num_q_heads, head_dim].
+        k, v: [tokens, num_kv_heads, head_dim].
+        lengths: tokens of each request.
     """
 
     layer: int
@@ -47,8 +50,9 @@ class Seen(NamedTuple):
 
 
 class _SeenCache(DynamicCache):
-    """A model's cache as transformers makes it. It also keeps the new K and V that each layer gave, by the layer's
-    number."""
+    """A model's cache as transformers makes it, which also keeps the new K and V of each layer, by the layer's
+    index.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
@@ -104,7 +108,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _shown(cache: _SeenCache, mask: torch.Tensor | None, see: Callable[[Seen], None]) -> Callable[..., Any]:
-    """Makes an attention function that passes its inputs to ``see``, then computes as usual."""
+    """Makes an attention function that passes its inputs to ``see``, then computes attention as usual."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
@@ -154,13 +158,13 @@ def calibrate(
     Args:
         model: a transformers model that generates.
         batches: inputs of the model by name, with ``input_ids`` [batch, columns], or ``input_ids`` alone. Padding
-            (``attention_mask`` [batch, columns] is 0) does not count.
+            (``attention_mask`` [batch, columns] is 0) is ignored.
         kv_format: as `DecodeCache` takes it.
         method, percentile: as `cute_kernels.kv_cache.Calibrator` takes them.
 
     Returns:
-        Each layer's (scales of K, scales of V), fp32 on the layer's device; None for a format without scales beside the
-        cache.
+        Each layer's (scales of K, scales of V), fp32 on the layer's device; None for a format without scales outside
+        its rows.
 
     Raises:
         ValueError: there are no batches, a format is unknown, or the model offers no choice of attention.
@@ -219,15 +223,17 @@ def calibrate_cache(
     """Finds constants of a model's cache, transforms and scales, from samples of its texts.
 
     Transforms are those of `cute_kernels.kv_cache.Moments`, with rotations as wide as the columns that share a scale. K
-    in a dense format is not transformed, nor is V in a format that gains nothing.
+    in a 16-bit format is not transformed, nor is V in a format to which a transform makes no difference.
 
     Args:
         model, kv_format, method, percentile: as `calibrate` takes them.
         batches: a sequence, such as a list, of batches as in `calibrate`. The sequence is read twice if a format needs
             scales.
-        center, factors, rotation: what transforms may contain: K's mean, K's factors, a Hadamard rotation of K.
+        center: whether transforms may subtract K's mean.
+        factors: whether transforms may multiply K by factors.
+        rotation: whether transforms may rotate K (Hadamard).
         values: True: V gets factors and a rotation, which attention undoes in its output. "factors": factors alone.
-            Factors gain with any groups of columns, a rotation only with one scale per row.
+            Factors help with any groups of columns, a rotation only with one scale per row.
         seed: seed of the rotations' random signs.
         about: further entries for `CacheConstants.about`.
         moments: the result of `gather_moments` on the batches; default: they are gathered here.
@@ -273,7 +279,9 @@ def _transform(
     values: Values,
     seed: int,
 ) -> CacheTransform | None:
-    """Returns a layer's transform with the parts that its formats gain from; None if there are no such parts."""
+    """Returns a layer's transform. It has only the parts that reduce the error of its formats; None if there are no
+    such parts.
+    """
     if moments.sizes is None:
         return None
     k_group, v_group = (group_of(format_of(name), dim) for name, dim in zip(formats, moments.sizes[1:], strict=True))

@@ -1,8 +1,8 @@
-"""The state that the layers of one cache share, which maps transformers' columns to the cache's tokens.
+"""The state that the layers of one cache share. It maps transformers' columns to the cache's tokens.
 
-transformers counts padding: a batch is a rectangle of columns, and a mask says which of them are tokens. The cache
-holds tokens only. Token t of a request is row t, whatever padding stands before it. Attention needs only the request's
-length. So ragged batches cost nothing, and padding is never seen.
+In transformers a batch is a rectangle of columns, padding included, and a mask says which columns are tokens. The cache
+holds only tokens. Token t of a request is row t, whatever padding stands before it. Attention needs only the request's
+length. So ragged batches take no additional time, and padding is never seen.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ class Columns:
     """The columns of a batch.
 
     Attributes:
-        count: columns in the cache, including those of the current pass.
-        new: columns of the current pass, or of the last one.
-        capacity: rows of each request that the layers have room for.
-        seq_lens: int32 [batch]: tokens of each request, at a fixed address as long as the batch size stays.
+        count: number of columns in the cache, including those of the current pass.
+        new: number of columns of the current pass, or of the last one.
+        capacity: number of rows of each request that the layers have room for.
+        seq_lens: int32 [batch]: number of tokens of each request, at a fixed address as long as the batch size does not
+            change.
         static: whether a decode step is being recorded. Kernels then read the lengths on the device, and the numbers on
             the host do not change.
         before: int64 []: the number of columns before a recorded step, for models that read this number; see
             `place_before`.
-        graphs: recorded steps, by their arguments, and by whether they write the next step's inputs.
+        graphs: recorded steps. The key has the step's arguments, and whether it writes the next step's inputs.
         epoch: identifies the state of the model for which ``graphs`` were recorded.
         kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else
             None.
         is_left: whether all padding precedes the tokens; distances between tokens then equal those between columns.
-        is_certain: whether every pass said which columns are tokens. Columns with `UNKNOWN` padding count as tokens.
+        is_certain: whether every pass said which columns are tokens. Columns with `UNKNOWN` padding are treated as
+            tokens.
         fresh: bool [batch, new]: which of the new columns are tokens; None if all are.
-        begun: a step in flight that nobody has asked for; ``seq_lens`` already counts its tokens. None if there is
-            none.
+        begun: a step in flight that `generate` has not asked for; ``seq_lens`` already includes its tokens. None if
+            there is none.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write
@@ -91,7 +93,8 @@ class Columns:
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
         """Returns whether the cache knows this padding; None stands for no padding. Otherwise only the layer's mask
-        says which columns are visible."""
+        says which columns are visible.
+        """
         return padding is None or self._padding_was_given
 
     @property
@@ -122,8 +125,8 @@ class Columns:
     def settle(self, padding: object) -> None:
         """Applies the padding of the pass's mask. Every layer calls it, and only the first call has an effect.
 
-        padding: bool [batch, count], True where a column is a token; None if all are; or `UNKNOWN`. Raises ValueError,
-        and undoes the pass, if the padding shows columns that older masks hide.
+        padding: bool [batch, count], True for columns that are tokens; None if all are; or `UNKNOWN`. Raises
+        ValueError, and undoes the pass, if the padding shows columns that older masks hide.
         """
         if not self._is_open:
             return
@@ -232,8 +235,8 @@ class Columns:
     def place_before(self) -> None:
         """Sets ``before`` to the number of columns before a recorded step.
 
-        Each recorded step adds one to ``before`` on the device. So the host writes the number only if the device has
-        another one.
+        Each recorded step adds one to ``before`` on the device. So the host writes the number only if the device's
+        number differs.
         """
         if self._before != self.count:
             self.before.fill_(self.count)

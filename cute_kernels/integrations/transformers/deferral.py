@@ -1,5 +1,5 @@
-"""Norms between a layer's products without a launch of their own (`cute_kernels.quantized_linear_norm`), and one launch
-for all of a layer's products (`cute_kernels.quantized_layer`).
+"""Two ways to save launches in a layer: norms between its products without a launch of their own
+(`cute_kernels.quantized_linear_norm`), and one launch for all its products (`cute_kernels.quantized_layer`).
 
 A layer is a list of products with norms between them:
 
@@ -7,7 +7,7 @@ A layer is a list of products with norms between them:
 
 A block gets the sum and norm that follow its last product (`Sum`). If both kernels support it, the block returns
 `NormedRows`, which the next block's first product reads. Each block also takes tensors, and can compute the norm of
-`NormedRows` itself. So a block that cannot use a deferred norm only costs one more launch.
+`NormedRows` itself. So a block that cannot use a deferred norm takes only one more launch.
 
 If one launch computes all products from one attention to the next, attention gets all of them (`Ending`). It returns
 `LayerRows`, and the next attention finds its queries, keys and values computed (`Projected`).
@@ -78,7 +78,8 @@ class Product:
 
     def may_defer(self) -> bool:
         """Returns whether the layer may produce or consume a deferred norm. It may if it computes only a 16-bit
-        product, with or without a bias, has no hooks and is not batch-invariant."""
+        product, with or without a bias. It must have no hooks, and must not be batch-invariant.
+        """
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:
             return False
@@ -108,7 +109,7 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Returns whether the norm of a product of x can be deferred.
+        """Returns whether the norm after a product of x can be deferred.
 
         Either the next product's kernel applies it, or one launch norms, scales and permutes that product's inputs.
         """
@@ -151,7 +152,7 @@ class Ending(NamedTuple):
     def given(self, x: torch.Tensor, product: Product) -> NormedRows | LayerRows | None:
         """Computes the rest of the layer from attention's output x, if one launch can, and returns the layer's rows.
 
-        Otherwise it computes only attention's own product, and returns the result of `middle.given`.
+        If one launch cannot, computes only attention's own product, and returns the result of `middle.given`.
         """
         call = self._call(x, product)
         if call is not None and is_one_launch(call):

@@ -36,7 +36,9 @@ CHECKED_TOKENS = 4
 
 @dataclass
 class Fused:
-    """The result of `fuse`: how many blocks of each kind run in fewer launches, and why other blocks do not."""
+    """The result of `fuse`: for each kind of block, the number of blocks that run in fewer launches, and why all other
+    blocks do not.
+    """
 
     attention: int = 0
     mlp: int = 0

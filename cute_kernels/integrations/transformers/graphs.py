@@ -1,8 +1,8 @@
 """A model's decode step as a CUDA graph: recorded once, replayed by the same call of ``forward``.
 
 A step over a `DecodeCache` is static: it reads one token of each request and the cache's lengths, both on the device.
-transformers' other launches, a few hundred, are recorded with it. The caller's ``forward`` keeps its arguments and
-outputs; the caller owns the outputs.
+transformers' other launches, a few hundred, are recorded with it. The arguments and outputs of the caller's ``forward``
+do not change; outputs are copies, which no replay overwrites.
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ class CudaGraph:
 
 @dataclass
 class _Call:
-    """A call of `generate`. lookahead: the steps that it begins early; None if it begins none. last: the step that it
-    replayed last."""
+    """A call of `generate`.
+
+    Attributes:
+        lookahead: the steps that the call begins early; None if it begins none.
+        last: the step that was replayed last.
+    """
 
     lookahead: Lookahead | None
     last: _Replayed | None = None
@@ -68,9 +72,10 @@ class _Replayed:
     """A replayed step and its arguments. In the next step of `generate`, only the values of tensors differ.
 
     Attributes:
-        steps: the cache's ``graphs[key]``, which holds the step. If the cache has dropped or replaced it, the step may
-            not be replayed.
-        names: the arguments' names, in order. others: arguments that are no tensors.
+        steps: the cache's ``graphs[key]``, which holds the step. If the cache has dropped or replaced ``steps``, the
+            step may not be replayed.
+        names: the arguments' names, in order.
+        others: arguments that are no tensors.
         tensors: (name, shape, dtype, device) of the tensors except the mask.
         has_mask: whether a mask is given.
     """
@@ -129,12 +134,12 @@ class StepReplay:
 
     Args:
         forward: the model's own ``forward``.
-        record: records a step; None: CUDA graphs, and nothing is recorded on a CPU.
+        record: a function that records a step. None: steps are recorded as CUDA graphs, and not on a CPU.
 
     Attributes:
         reason: why steps are no longer recorded, after one failed; else None.
-        replays: steps that were replayed.
-        ahead: replayed steps that had begun before they were asked for.
+        replays: number of steps that were replayed.
+        ahead: number of replayed steps that had begun before they were asked for.
     """
 
     def __init__(self, forward: Callable[..., Any], record: Record | None = None) -> None:
@@ -161,8 +166,10 @@ class StepReplay:
         Comparing the mask waits for the device. `generate` changes neither the model nor older columns; it appends a
         column of ones at every step.
 
-        cache: the call's cache. columns: the number of columns that the cache will hold, if steps may begin before they
-        are asked for (the call takes the likeliest token at every step). 0: no step begins early.
+        Args:
+            cache: the call's cache.
+            columns: the number of columns that the cache will hold, if the call takes the likeliest token at every
+                step. Steps may then begin before they are asked for. If it is 0, no step begins early.
         """
         self._look_at_model()
         before = self._call
@@ -247,7 +254,7 @@ class StepReplay:
     def _record(
         self, columns: Columns, tensors: dict[str, torch.Tensor], others: dict[str, Any], foresees: bool
     ) -> Step | None:
-        """Records a step; None if it cannot be recorded.
+        """Records a step, and returns it. Returns None if it cannot be recorded.
 
         foresees: whether the step copies its inputs to the host and writes the next step's inputs.
         """

@@ -13,9 +13,9 @@ _ALIGNED_BYTES = 256
 class StepInputs:
     """The tensors from which a recorded step reads its inputs; inputs of one dtype share one tensor.
 
-    Inputs are compared on the host, since a kernel that compares them would wait until the running step leaves room.
-    Few torch calls are made, since they are most of the host's work. Within `generate` a torch call takes three times
-    as long as in a loop.
+    Inputs are compared on the host, since a kernel that compares them would wait until the running step leaves SMs
+    free. The code makes few torch calls, since they are most of the host's work. Within `generate` a torch call takes
+    three times as long as in a loop.
 
     Args:
         given: the first step's inputs, by the names of ``forward``'s arguments.
@@ -56,8 +56,9 @@ class StepInputs:
             moment.wait(torch.cuda.current_stream(device) if current is None else current)
 
     def are(self, given: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether the values of the last `note` equal these inputs. To compare, it copies the inputs to the
-        host, and so waits for the current stream."""
+        """Returns whether these inputs equal the values of the last `note`. It copies the inputs to the host to compare
+        them, and so waits for the current stream.
+        """
         torch._foreach_copy_(self._all_asked, [given[name] for name in self._names])
         return all(torch.equal(group.all_asked, group.noted) for group in self._groups)
 
@@ -81,9 +82,9 @@ class _Group:
 
     Attributes:
         memory: all inputs in one tensor on the device, which the step reads.
-        noted, all_asked: tensors on the host. noted is the copy of ``memory`` from the last `note`. all_asked has the
-            inputs that the last `are` was given.
-        read, told, asked: views of memory, noted and all_asked, one for each input.
+        noted: a tensor on the host, the copy of ``memory`` from the last `note`.
+        all_asked: a tensor on the host, the inputs of the last call of `are`.
+        read, told, asked: lists of views of memory, of noted and of all_asked, one view for each input.
     """
 
     @torch.inference_mode(False)  # what a call in inference mode makes, another one may write

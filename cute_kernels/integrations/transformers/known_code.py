@@ -1,4 +1,5 @@
-"""Recognition of the code that a transformers class runs. Model files copy each other's classes, so names say little.
+"""Recognises the code that a transformers class runs. Names are not enough, since model files copy each other's
+classes.
 
 Two methods are the same if their instructions are equal, and the model-file functions that they call are the same.
 """
@@ -99,7 +100,8 @@ def passes_masks_on(kind: type) -> bool:
 def supports_sdpa(config: type) -> bool:
     """Returns whether SDPA is supported by all model classes that may ask for a mask with this configuration class.
 
-    Unknown classes count as supporting it. torch.compile can call this while it traces: the answer is a constant.
+    Unknown classes are assumed to support it. torch.compile can call this while it traces, since the answer is a
+    constant.
     """
     return all(kind._supports_sdpa for kind in _models_asking_with(config))
 
@@ -112,7 +114,7 @@ def may_add_masks(config: type) -> bool:
     A model may do so if it does not support SDPA, and a class in its file, or in the file of a model that it can hold,
     fails `passes_masks_on`. A model that can hold models of any class may do so, too.
 
-    torch.compile can call this while it traces, when no module is known: the answer is a constant.
+    torch.compile can call this while it traces, when no module is known, since the answer is a constant.
     """
     asking = [kind for kind in _models_asking_with(config) if not kind._supports_sdpa]
     held = {part for kind in asking for part in _configs_below(kind.config_class)}
@@ -182,7 +184,7 @@ def _parameters(function: object) -> tuple[str, ...]:
 def method_code(kind: type, names: Iterable[str] = ("forward",)) -> Any:
     """Returns the code of a class's methods ``names``, inherited ones included; None if it has none of them.
 
-    Decorators are looked through.
+    Decorators are ignored.
     """
     found = tuple(
         _code_of(inspect.unwrap(method)) for name in names if hasattr(method := _method(kind, name), "__code__")

@@ -1,8 +1,9 @@
 """Caches of latents: models with multi-head latent attention (DeepSeek-V3), decoded by `mla_decode`.
 
 For each token such a model caches a latent of 512 numbers and a rotated key of 64. Before it attends, it expands the
-latents to keys and values of all heads (``expand_kv``). A decode step needs no expansion: the keys' projection is
-multiplied into the queries, the values' into the result ("absorbed"). All other passes expand, as the model does.
+latents to keys and values of all heads (``expand_kv``). A decode step needs no expansion ("absorption"): queries are
+multiplied by the keys' projection, and the result by the values' projection. All other passes expand, as the model
+does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CachedLatents(CachedTokens):
 
     Attributes:
         new_k, new_v: [batch, 1, new columns, 512] latents, and [batch, 1, new columns, 64] rotated keys.
-        module: the attention that asked for keys and values; None until one has asked.
+        module: the attention module that asked for keys and values; None until one has asked.
     """
 
     module: Any = None
@@ -129,9 +130,11 @@ class LatentCacheLayer(DecodeCacheLayer):
 
 
 class Expansion:
-    """A function that replaces an attention's own ``expand_kv`` and passes packed latents on unexpanded.
+    """A function that replaces the ``expand_kv`` of an attention module. It passes packed latents on without expanding
+    them.
 
-    For a quantised projection it keeps the weight unpacked to 16 bits, and unpacks it anew if the layer has changed.
+    If the projection is quantised, it keeps the weight unpacked to 16 bits, and unpacks it again if the layer has
+    changed.
     """
 
     def __init__(self, module: Any) -> None:

@@ -3,7 +3,7 @@ own.
 
 This one makes SDPA's boolean mask, which is right for every function. A note on the tensor says which option of the
 kernels can replace it: causal, or causal within a window. A model that changes the mask makes a tensor without the
-note, and the kernels are not used. So an unrecognised pattern costs time, never correctness.
+note, and the kernels are not used. So an unrecognised pattern takes more time, but results are right.
 
 If a layer of the model adds masks to its own scores, or changes them, the model gets an additive mask.
 """
@@ -52,8 +52,9 @@ class Pattern:
     A query at position p sees keys p - window < j <= p; without a window all keys up to p; if not ``causal`` all keys.
     It never sees columns that ``padding`` excludes.
 
-    padding: bool [batch, columns], True where a column is a token; None if all are. is_known: whether the pattern can
-    replace the mask; otherwise only the mask says which keys a query sees.
+    Attributes:
+        padding: bool [batch, columns], True for columns that are tokens; None if all are.
+        is_known: whether the pattern can replace the mask; otherwise only the mask says which keys a query sees.
     """
 
     window: int | None = None
@@ -68,10 +69,12 @@ EVERYTHING = Pattern(causal=False)
 def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     """Makes a mask when transformers asks for one; the arguments are those of its `sdpa_mask`.
 
-    Returns bool [batch, 1, q_len, keys], True where a query sees a key; where possible with a note that `pattern_of`
-    reads. Returns None if SDPA needs no mask, since the attention module's ``is_causal`` alone says which keys it
-    sees. If a layer of the model reads masks as eager attention does, returns the additive mask, never None. A recorded
-    step gets the mask of `_mask_of_recorded_step` instead.
+    Returns bool [batch, 1, q_len, keys], True if a query sees a key. If possible, the tensor has a note that
+    `pattern_of` reads. There are three exceptions:
+
+    - SDPA needs no mask, as ``is_causal`` of the attention module says which keys a query sees: returns None.
+    - A layer of the model reads masks as eager attention does: returns the additive mask, never None.
+    - The step is being recorded: returns the mask of `_mask_of_recorded_step`.
     """
     if (columns := recorded_columns()) is not None:
         return _mask_of_recorded_step(columns, options)
@@ -99,7 +102,7 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _may_be_causal(options: dict[str, Any]) -> bool:
-    """Returns whether None from `sdpa_mask` may stand for a causal mask."""
+    """Returns whether a result None of `sdpa_mask` may mean a causal mask."""
     return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
 
 
@@ -114,7 +117,7 @@ def _asking_module() -> torch.nn.Module | None:
 
 
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
-    """Returns whether ``is_causal`` is False in all parts of a module that have it, as in some decoders.
+    """Returns whether ``is_causal`` is False in all parts of a module that have this attribute, as in some decoders.
 
     Without a mask such a module would see all keys. For an unknown module the result is True if a model class of its
     configuration does not support SDPA.
@@ -193,7 +196,7 @@ def _pattern_by(function: Callable[..., Any]) -> Pattern | None:
 
 
 def _parts(function: Callable[..., Any]) -> int | None:
-    """Returns the only integer that a composed mask function holds; None if it holds none, or anything else."""
+    """Returns the integer that a composed mask function holds, if it holds one integer and nothing else; else None."""
     found: list[Any] = []
     pending = [function]
     while pending:

@@ -1,8 +1,8 @@
 """Linear layers that read the same input, merged into one layer without a second copy of their weights.
 
 `merge` joins layers and makes them views of the merged layer, so both can run. `interleave` makes the weight that the
-"swiglu" epilogue reads, with gate's and up's rows alternating. No layer can be a view of this weight: `PartOfPair`
-replaces the layers, and makes their tensors on request.
+"swiglu" epilogue reads, with gate's and up's rows alternating. The original layers cannot be views of this weight. So
+`PartOfPair` replaces them, and makes their tensors on request.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _like(layer: QuantizedLinear, other: QuantizedLinear) -> QuantizedLinear:
 
 
 def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
-    """Returns whether two layers have equal formats, settings, and permutations and scales of their inputs."""
+    """Returns whether two layers have the same format and settings, and the same permutation and scales of their
+    inputs.
+    """
     for name in ("weight_format", "in_features", "batch_invariant", "activations"):
         if getattr(one, name) != getattr(other, name):
             return False
@@ -130,7 +132,7 @@ def _have_one_form(one: QuantizedLinear, other: QuantizedLinear) -> bool:
 
 
 def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) -> QuantizedLinear | None:
-    """Makes one layer [2 N, K] of a gate and an up projection, whose rows alternate; even rows are gate's.
+    """Makes one layer [2 N, K] from a gate and an up projection. Even rows are rows of gate, odd rows are rows of up.
 
     parts: gate and up, or one layer with both, gate first. order: int [N]; pair i has row order[i] of gate and of up.
     The results are then in the order in which a following layer with act-order reads them. Returns None for layers that
@@ -161,10 +163,10 @@ def interleave(parts: Sequence[nn.Module], order: torch.Tensor | None = None) ->
 
 
 class PartOfPair(QuantizedLinear):
-    """A gate projection, an up projection, or both, whose rows lie in an interleaved layer (the pair).
+    """A gate projection, an up projection, or both, whose rows are part of an interleaved layer (the pair).
 
     The module behaves as the layer that it replaces, in state dicts and calls. Its tensors are made at each read.
-    `forward` costs more, since it computes the whole pair. Loading needs `separate` first.
+    `forward` takes longer, since it computes the whole pair. Loading needs `separate` first.
 
     Args:
         pair: as `interleave` makes it.

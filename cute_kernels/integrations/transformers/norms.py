@@ -71,7 +71,7 @@ _NOTE = "_cute_kernels_norm"
 
 
 class _Product(NamedTuple):
-    """The product of a norm by a weight. version: the result's version, from `version_of`."""
+    """The product of a norm by a weight. version: the version of the result, from `version_of`."""
 
     weight: PackedWeight
     result: torch.Tensor
@@ -79,7 +79,12 @@ class _Product(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Rows whose norm is already multiplied by a weight. weight: the product's weight. result: the product."""
+    """Rows whose norm is already multiplied by a weight.
+
+    Attributes:
+        weight: the product's weight.
+        result: the product.
+    """
 
     rows: NormedRows
     weight: PackedWeight
@@ -87,7 +92,9 @@ class Projected(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A deferred norm, which the next product applies. parts: the parts that the launch of the sum stored, or None."""
+    """A deferred norm, which the next product applies. parts: the parts of the norm that the launch of the sum stored,
+    or None.
+    """
 
     parts: DeferredParts | None
 
@@ -97,10 +104,11 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 
 @dataclass(frozen=True)
 class _Made:
-    """A note on the tensor of a sum: what the launch that computed the sum also computed.
+    """A note on the tensor of a sum. It has what the launch of the sum computed in addition.
 
-    result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm. version: the sum's
-    version, from `version_of`.
+    Attributes:
+        result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm.
+        version: the sum's version, from `version_of`.
     """
 
     module: nn.Module
@@ -140,7 +148,9 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, module: Foreign) -> tu
 
 
 def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Returns the sum, and notes its norm on the tensor. ``module`` returns this norm if it gets the unchanged sum."""
+    """Returns the sum, and notes its norm on the tensor. If ``module`` is called with this sum, unchanged, it returns
+    the noted norm.
+    """
     result, total = add_and_norm(x, residual, module)
     setattr(total, _NOTE, _Made(module, result, version_of(total)))
     return total
@@ -164,7 +174,7 @@ def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Proje
     """Returns a sum with its deferred norm by ``module``, or with the norm's product; `is_plain` must hold for
     ``module``.
 
-    Returns None if the sum has no note of either, or if it was written since.
+    Returns None if the sum has no such note, or if it was written since.
     """
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):

@@ -1,8 +1,8 @@
 """The blocks of transformers models that `fuse` knows, as tables.
 
 Each row names a class of a model file. A module matches a row if its ``forward`` equals the class's, instruction for
-instruction (`known_code`), whatever its name: Granite's attention matches Llama's row. A model of another structure
-matches nothing, and stays as it is.
+instruction (`known_code`), whatever its name: Granite's attention matches Llama's row. A model with a different
+structure matches nothing, and is not changed.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class ModelRope:
 
     Attributes:
         rope: the rotation of a head's halves.
-        rotary, name, frequencies, version: the module and its buffer, by which `is_current` detects changes.
+        rotary: the model's module.
+        name: the name of the module's buffer of frequencies.
+        frequencies, version: that buffer and its version, by which `is_current` detects changes.
     """
 
     rope: Rope
@@ -60,7 +62,7 @@ class ModelRope:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns a number that changes when a tensor is written; None for inference-mode tensors, which have none."""
+    """Returns a counter that increases when a tensor is written; None for inference-mode tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 

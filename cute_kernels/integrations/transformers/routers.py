@@ -29,7 +29,7 @@ class KnownRouter(Known):
         renormalize: the attribute that says whether weights are divided by their sum; None: they always are.
         scale: the attribute with the factor of the weights.
         groups: the attributes with the number of groups and the number of groups that are kept.
-        correction: the buffer that is added to scores.
+        correction: the name of the buffer that is added to scores.
         function: the attribute with the scoring module, if the model's configuration chooses it.
     """
 
@@ -41,8 +41,9 @@ class KnownRouter(Known):
     function: str | None = None
 
     def fits(self, router: Foreign) -> bool:
-        """Returns whether a module with this code scores by ``scoring``. The result is always True if the code has one
-        way of scoring, not a choice by configuration."""
+        """Returns whether a module with this code scores by ``scoring``. It is always True unless the model's
+        configuration chooses the scoring.
+        """
         return self.function is None or type(getattr(router, self.function)) is type(ACT2FN[self.scoring])
 
     def routing(self, router: Foreign) -> Routing:

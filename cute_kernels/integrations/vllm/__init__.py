@@ -1,4 +1,4 @@
-"""vLLM plugin: the same command line, on these kernels.
+"""vLLM plug-in: vLLM's command line stays the same, and its layers run on these kernels.
 
 vLLM finds :func:`register` as an entry point of the group ``vllm.general_plugins`` and calls it in each of its
 processes; a program may call it, too, before it makes an engine. One file replaces one seam:
@@ -11,8 +11,8 @@ processes; a program may call it, too, before it makes an engine. One file repla
                 linear layers in FP8, MXFP4 and NVFP4; replaced only if the environment names this seam
     fusion      gates, residual sums and norms around quantised layers, in the graphs that vLLM compiles
 
-`environment` has the switches, `versions` the names in each supported vLLM. vLLM keeps whatever cannot be served here,
-and one line of its log says why.
+`environment` has the switches, `versions` the names in each supported vLLM. Layers that are not supported here stay
+with vLLM, and one line of its log says why.
 """
 
 from __future__ import annotations

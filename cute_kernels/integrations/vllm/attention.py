@@ -1,7 +1,7 @@
 """Attention of vLLM over quantised KV caches: decoding through `append_and_decode`, prompts through FlashAttention.
 
-The backend is registered as vLLM's CUSTOM backend and asked first. It serves the cache dtypes of `kv_formats`; for
-others vLLM goes on to its own backends. A layer's step appends its new tokens to the cache, and has up to three parts:
+The backend is registered as vLLM's CUSTOM backend and asked first. It supports the cache dtypes of `kv_formats`; for
+other dtypes vLLM uses its own backends. A layer's step appends its new tokens to the cache, and has up to three parts:
 
     decoding            requests with one new token, or all with as many (speculative): append and attention in one call
     first chunks        FlashAttention on the new K and V as they are, which are appended as well
@@ -210,8 +210,9 @@ def _device() -> torch.device:
 
 
 def _kept(before: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
-    """Returns ``now``, copied into the memory of ``before`` if there is one. Captured graphs read this memory after a
-    reload."""
+    """Returns ``now``, copied into the memory of ``before`` if that is not None. Captured graphs read this memory after
+    a reload.
+    """
     return now if before is None else before.copy_(now)
 
 
@@ -437,7 +438,9 @@ def gather(cache: torch.Tensor, context: Context, layout: CacheLayout) -> torch.
 
 
 def replace(interface: Interface) -> str:
-    """Registers the backend, puts it first, and makes vLLM count its pages in bytes. Returns a line for the log."""
+    """Registers the backend, puts it first, and makes vLLM compute the sizes of its pages in bytes. Returns a line for
+    the log.
+    """
     custom = AttentionBackendEnum.CUSTOM
     path = f"{CuteKernelsAttentionBackend.__module__}.{CuteKernelsAttentionBackend.__qualname__}"
     if custom.is_overridden() and custom.get_path() != path:

@@ -24,7 +24,9 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 def replace(interface: Interface) -> None:
-    """Puts the backend first, and makes vLLM choose anew and count pages in bytes. Calling it again changes nothing."""
+    """Puts the backend first. Makes vLLM choose a backend again if necessary, and compute the sizes of pages in bytes.
+    Calling it again changes nothing.
+    """
     replace_once(*interface.backend_priorities, _asks_first)
     replace_once(*interface.backend_choice, _chooses_anew)
     for module, name in (interface.attention_layer, interface.mla_layer):

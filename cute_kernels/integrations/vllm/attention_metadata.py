@@ -1,5 +1,6 @@
-"""A step's attention metadata for vLLM, made once a step: which requests decode, and which begin or continue a
-prompt."""
+"""A step's attention metadata for vLLM. It says which requests decode, and which begin or continue a prompt. It is made
+once a step.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +39,13 @@ ROWS_TO_DEQUANTISE_FOR = 4096
 
 @dataclass(frozen=True)
 class Context:
-    """The positions of some requests' tokens in the cache, new ones included, one request after the other.
+    """The positions of some requests' tokens in the cache, new tokens included, one request after the other.
 
-    pages, places: int64 [tokens], each token's page and its index within the page. starts: int32 [requests + 1].
-    longest: the most tokens of a request.
+    Attributes:
+        pages: int64 [tokens], each token's page.
+        places: int64 [tokens], each token's index within its page.
+        starts: int32 [requests + 1], each request's first token.
+        longest: the largest number of tokens of a request.
     """
 
     pages: torch.Tensor
@@ -53,15 +57,15 @@ class Context:
 class Way(Enum):
     """How a request's new tokens are computed.
 
-    FLASH: FlashAttention on K and V as they are; the new tokens begin the prompt. Layers that read another layer's
-    cache have no K and V of their own, and use EXTEND instead.
+    FLASH: FlashAttention on the exact K and V; the new tokens begin the prompt. Layers that read another layer's cache
+    have no K and V of their own, and use EXTEND instead.
 
     EXTEND: extend attention over the cache, which includes the new tokens.
 
-    PARTS: decode attention on some tokens at a time, each part as a request of its own.
+    PARTS: decode attention on some new tokens at a time, each part as a request of its own.
 
-    GATHER: FlashAttention on the request's dequantised rows. It serves many new tokens over caches that extend
-    attention does not unpack, and formats that it cannot read.
+    GATHER: FlashAttention on the request's dequantised rows. It is for many new tokens over caches that extend
+    attention does not unpack, and for formats that extend attention cannot read.
     """
 
     FLASH = "flash"
@@ -72,16 +76,19 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Caches:
-    """The facts, besides lengths, that decide the `Way` of a request. They hold for all layers that share the metadata.
+    """The properties that, together with lengths, decide the `Way` of a request. They are the same for all layers that
+    share the metadata.
 
     Attributes:
-        num_heads, num_kv_heads: heads of queries, heads of K and V.
-        num_sms: SMs of the GPU.
+        num_heads: number of heads of queries.
+        num_kv_heads: number of heads of K and V.
+        num_sms: number of SMs of the GPU.
         extend: whether extend attention reads the caches.
         unpacks: whether extend attention unpacks caches to 16 bits, once for many queries.
-        key_rows: extend attention's kernel for few queries of a request; None if there is none for these caches.
+        key_rows: the configuration of extend attention's kernel for few queries of a request; None if there is none for
+            these caches.
         shared: whether some layers read another layer's cache.
-        wide: whether heads have more columns than FlashAttention takes. If so, every prompt is read from the cache.
+        wide: whether heads have more columns than FlashAttention supports. If so, every prompt is read from the cache.
         invariant: whether a token's result must not depend on the rest of the step. If so, extend attention reads every
             prompt and decode request from the cache, since its results for a row do not depend on other rows.
         apart: whether a request's tokens are split among GPUs. If so, extend attention computes continued prompts.
@@ -100,7 +107,7 @@ class Caches:
 
     @property
     def flash(self) -> bool:
-        """Whether FlashAttention on K and V as they are may compute the first tokens of a prompt."""
+        """Whether FlashAttention on the exact K and V may compute the first tokens of a prompt."""
         return not (self.invariant or self.wide) and (self.extend or not self.shared)
 
     @property
@@ -115,13 +122,14 @@ class Piece:
     """Neighbouring requests of a step that are computed in one way.
 
     Attributes:
-        way: how they are computed.
+        way: the way in which these requests are computed.
         requests, tokens: slices of the step's requests and tokens.
         starts: int32 [requests + 1], each request's first new token within the piece.
-        longest: the most new tokens of a request.
-        q_len: for PARTS, new tokens of a part; each part is a request of its own for decode attention.
-        seq_lens, block_table: lengths and pages of the requests, for PARTS of the parts; None for GATHER. If tokens are
-            split among GPUs, EXTEND's seq_lens count the tokens in this GPU's cache before the step.
+        longest: the largest number of new tokens of a request.
+        q_len: for PARTS, the number of new tokens of a part; each part is a request of its own for decode attention.
+        seq_lens, block_table: lengths and pages of the requests or, for PARTS, of the parts; None for GATHER. For
+            EXTEND with tokens that are split among GPUs, seq_lens are the numbers of tokens in this GPU's cache before
+            the step.
         max_seq_len: for FLASH and EXTEND, a bound on seq_lens; None if the host knows none.
         context: for GATHER, the positions of all tokens.
     """
@@ -143,13 +151,14 @@ class Metadata(AttentionMetadata):
     """A step's metadata.
 
     Attributes:
-        num_decodes, decode_len: number of requests that decode, which come first, and new tokens of each.
+        num_decodes: number of requests that decode; they come first.
+        decode_len: number of new tokens of each of them.
         starts: int32 [requests + 1], each request's first new token in the step.
-        seq_lens: int32 [requests]: tokens of each request, new ones included; if tokens are split among GPUs, only
-            those in this GPU's cache.
+        seq_lens: int32 [requests]: number of tokens of each request, new tokens included. If tokens are split among
+            GPUs, only those in this GPU's cache.
         block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: each new token's page * page size + index within the page, -1 for none.
-        pieces: the other requests, in pieces.
+        pieces: the requests that do not decode, in pieces.
     """
 
     num_decodes: int
@@ -261,7 +270,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         return metadata.as_piece(Way.PARTS) if metadata.num_decodes and not within else metadata
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Does nothing: the metadata are views of vLLM's buffers, which already hold the next step's numbers."""
+        """Does nothing, since the metadata are views of vLLM's buffers, which already have the values of the next
+        step.
+        """
 
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """Yields the requests from ``first`` on, in pieces."""
@@ -320,15 +331,16 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 def _note_sharing(layers: Mapping[str, Foreign]) -> None:
-    """Tells each layer's attention whose cache it reads. In a drafting model vLLM may set this after the layer was
-    made, and then sets it on the layer alone."""
+    """Records, in each layer's attention, which layer's cache it reads. For a drafting model vLLM may decide this only
+    after the layer was made, and then sets it on the layer alone.
+    """
     for layer in layers.values():
         if getattr(getattr(layer, "impl", None), "takes_constants", False):
             layer.impl.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name
 
 
 def most_queries(vllm_config: Foreign) -> int:
-    """Returns the most new tokens of a decode request: its last token and the drafted ones."""
+    """Returns the largest number of new tokens of a decode request: its last token and the drafted ones."""
     speculation = vllm_config.speculative_config
     if speculation is None:
         return 1
@@ -372,7 +384,9 @@ def caches_of(impls: list[Any], device: torch.device) -> Caches:
 
 
 def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) -> Way:
-    """Returns the way in which a request's new tokens are computed, by their number and the request's length."""
+    """Returns the way in which a request's new tokens are computed. It depends on their number and on the request's
+    length.
+    """
     new = starts[request + 1] - starts[request]
     if lengths[request] == new and caches.flash:
         return Way.FLASH
@@ -386,9 +400,12 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     """Returns whether decode attention in parts is faster for some requests than extend attention.
 
-    It is faster under two conditions. A request has at most `MAX_PARTS` parts. And the number of all parts times KV
-    heads is at most the number of SMs, or the number of extend attention's work tiles. The table has times on an H100,
-    over 8192 tokens in FP8, with 32 query heads and 8 KV heads.
+    It is faster if two conditions hold:
+
+    - A request has at most `MAX_PARTS` parts.
+    - The number of all parts times KV heads is at most the number of SMs, or of extend attention's work tiles.
+
+    The table has times on an H100, over 8192 tokens in FP8, with 32 query heads and 8 KV heads.
 
     | requests x new tokens | parts, us | tiles, us |
     |---|---|---|
@@ -433,7 +450,8 @@ def _in_parts(piece: Piece, common: CommonAttentionMetadata) -> Piece:
 def piece_end(starts: list[int], lengths: list[int], begin: int, end: int, caches: Caches) -> int:
     """Returns the end of a piece that begins with request ``begin``.
 
-    The piece ends before the first request of another way, or at the limit of tokens that are dequantised at a time.
+    The piece ends before the first request that is computed in a different way, or at the limit of tokens that are
+    dequantised at a time.
     """
     way, new, total = way_of(starts, lengths, begin, caches), starts[begin + 1] - starts[begin], lengths[begin]
     for request in range(begin + 1, end):

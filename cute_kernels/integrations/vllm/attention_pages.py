@@ -1,10 +1,11 @@
 """The pages of the attention backend, as vLLM counts them; this interface differs between releases.
 
-Up to vLLM 0.26 a backend gives a cache's shape, and a layer's specification counts the bytes. A row in a format that
-vLLM does not know is described as a head with a column for each byte. From vLLM 0.30 on the backend fills in the
-specification itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a page of
-this backend is one head, whose tokens hold the rows of all heads. So each of vLLM's layouts keeps a page's bytes
-together, and only orders layers and pages. `kv_formats.laid_out` decides the order of heads and tokens within a page.
+Up to vLLM 0.26 a backend returns a cache's shape, and a layer's specification computes the number of bytes. A row in a
+format that vLLM does not know is described as a head with one column for each byte. From vLLM 0.30 on the backend fills
+in the specification itself (`customize_spec`), and caches come as views [pages, heads, tokens, content]. To vLLM, a
+page of this backend is one head, whose tokens hold the rows of all heads. So a page's bytes are contiguous in each of
+vLLM's layouts, which differ only in the order of layers and pages. `kv_formats.laid_out` decides the order of heads and
+tokens within a page.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Pages(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Foreign) -> Any:
-        """Returns a layer's specification with the bytes of its pages. Every layout of vLLM keeps a page's bytes
-        together."""
+        """Returns a layer's specification with the bytes of its pages. A page's bytes are contiguous in every layout of
+        vLLM.
+        """
         cache_dtype = _cache_dtype_of(spec)
         not_ours = kv_formats.is_own(cache_dtype) and not kv_formats.own_formats()  # --kv-cache-dtype-skip-layers
         if spec.state_content_bytes is not None or not_ours:
@@ -94,9 +96,9 @@ def wrong_by_layer(config: Foreign, slides: bool) -> dict[str, bool]:
 def reason_of_connector(config: Foreign) -> str | None:
     """Returns why an engine's KV connector cannot move pages; None if it can, or if there is none.
 
-    A page holds K's rows of all of its tokens and KV heads, then V's; rows with headers lie head by head. Connectors
-    that split pages by heads or tokens, or transfer K and V apart, do not work. Nor do connectors that redistribute
-    heads among GPUs.
+    A page holds the rows of K of all of its tokens and KV heads, then the rows of V. Rows with headers are sorted by
+    head. These connectors do not work: connectors that split pages by heads or tokens, that transfer K and V
+    separately, or that redistribute heads among GPUs.
     """
     transfer = getattr(config, "kv_transfer_config", None)
     if transfer is None:

@@ -44,8 +44,14 @@ def reasons_against(config: Foreign, extends: bool, slides: bool, invariant: boo
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ``count`` GPUs that split requests' tokens, ``interleave`` tokens at a time; this GPU has number ``rank``.
-    merge: vLLM's function that merges the GPUs' partial results."""
+    """The GPUs that split requests' tokens among each other.
+
+    Attributes:
+        count: the number of these GPUs.
+        rank: the index of this GPU.
+        interleave: number of consecutive tokens that go to one GPU.
+        merge: vLLM's function that merges the GPUs' partial results.
+    """
 
     count: int
     rank: int
@@ -97,7 +103,7 @@ class Ranks:
     def _attend(self, query: torch.Tensor, over_own: Callable[[torch.Tensor], Partial]) -> Partial:
         """Returns attention of this GPU's queries [tokens, heads, head_size] over all GPUs' caches.
 
-        over_own: computes the queries of all heads over this GPU's cache.
+        over_own: a function that computes attention of all heads' queries over this GPU's cache.
         """
         from vllm.distributed.parallel_state import get_dcp_group
 

@@ -1,7 +1,7 @@
-"""The kernels that served models need. The wheel of compiled kernels holds them besides the shipped ones.
+"""The kernels that served models need. The wheel of compiled kernels contains them and the shipped kernels.
 
-The tables below list models that people serve, by the facts that decide their kernels. If another model needs kernels
-that the wheel lacks, `prepare.why_not_ready` lists them when the model starts.
+The tables below list models that people serve, with the properties that decide which kernels they need. If another
+model needs kernels that are not in the wheel, `prepare.why_not_ready` lists them when the model starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ DRAFTED = 3  # tokens at most: what fewer ask for, none among them, is a part of
 
 @dataclass(frozen=True)
 class Heads:
-    """A model's attention on one GPU. window: the window of its sliding layers; None for layers without a window."""
+    """A model's attention on one GPU.
+
+    window: the window of the layers with a sliding window; None for layers without a window.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -76,8 +79,13 @@ WINDOWED = (
 
 @dataclass(frozen=True)
 class Caches:
-    """The caches that a model's layers attend over. k, v: names of K's and V's format. page_size: tokens of a page.
-    dtype: the queries' dtype."""
+    """The caches that a model's layers attend over.
+
+    Attributes:
+        k, v: names of the formats of K and V.
+        page_size: number of tokens in a page.
+        dtype: the queries' dtype.
+    """
 
     k: str
     v: str
@@ -100,8 +108,10 @@ CACHES = (
 class Layers:
     """A model's linear layers.
 
-    shapes: (n, k) of each layer. sides: GIVES or TAKES if the layer's product may produce or consume a deferred norm,
-    else None.
+    Attributes:
+        shapes: (n, k) of each layer.
+        sides: for each layer, GIVES if the layer's product may produce a deferred norm, TAKES if it may consume one,
+            else None.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -111,8 +121,11 @@ class Layers:
     def of(cls, hidden: int, middle: int, qkv: int, heads: int, ranks: int = 1) -> Layers:
         """Makes the layers of one of ``ranks`` GPUs from a whole model's widths.
 
-        hidden: the model's width. middle: the MLP's width. qkv: the width of queries, keys and values together. heads:
-        the width of all query heads together.
+        Args:
+            hidden: the model's width.
+            middle: the MLP's width.
+            qkv: the width of queries, keys and values together.
+            heads: the width of all query heads together.
         """
         return cls(
             (
@@ -148,7 +161,10 @@ EXPERT_WEIGHTS = (integers(4, 128), integers(8, 128), integers(4, 128, True))
 class Experts:
     """A model's experts on one GPU.
 
-    middle: features between the two products. topk: experts of a token. weights: formats of its checkpoints.
+    Attributes:
+        middle: number of features between the two products.
+        topk: number of experts that a token is sent to.
+        weights: the formats of the model's checkpoints.
     """
 
     num_experts: int
@@ -188,7 +204,10 @@ def _attention() -> Iterator[Part]:
 
 
 def attention_specs(heads: Heads, caches: Caches, drafted: int, batches: tuple[int, ...] = DECODED) -> list[KernelSpec]:
-    """Returns the kernels of a model's attention, with up to ``drafted`` tokens in a decode step."""
+    """Returns the kernels of a model's attention.
+
+    drafted: the largest number of tokens of a request in a decode step.
+    """
     layer = attention_kernels.EngineLayer(
         formats=caches.formats,
         head_size=heads.head_size,

@@ -4,7 +4,7 @@ CUTE_KERNELS_VLLM            unset or "1": every seam of SEAMS; "0": none; else 
 CUTE_KERNELS_VLLM_KV_FORMAT  a cache format of this package that replaces the one `--kv-cache-dtype` names, or a file
                              (.json) of formats by layer
 CUTE_KERNELS_VLLM_CONSTANTS  a file of constants that `cute-kernels calibrate` has found for such a cache
-CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": float_linear's layers keep activations in 16 bits where vLLM rounds to FP8
+CUTE_KERNELS_VLLM_ACTIVATIONS  "16bit": float_linear's layers keep activations in 16 bits even if vLLM rounds to FP8
 VLLM_KV_CACHE_LAYOUT         vLLM's own: whether tokens or heads come first, here within a page of K or V
 """
 
@@ -31,7 +31,7 @@ BY_NAME = ("float_linear",)
 
 
 def switch() -> str:
-    """Returns the environment variable `SWITCH`, "1" where it is unset."""
+    """Returns the environment variable `SWITCH`; "1" if it is unset."""
     return os.environ.get(SWITCH, "1").strip()
 
 
@@ -60,13 +60,14 @@ def is_loaded() -> bool:
 
 
 def wanted_kv_format() -> str | None:
-    """Returns the cache format that the environment asks for; None where vLLM's own flag decides."""
+    """Returns the cache format that the environment asks for; None if vLLM's own flag decides."""
     return os.environ.get(KV_FORMAT, "").strip() or None
 
 
 def wanted_layout() -> CacheLayout | None:
-    """Returns the order of a page that vLLM's variable asks for; None if it asks for none. Each of vLLM's names, such
-    as "LBNHC", has N for tokens and H for heads."""
+    """Returns the order of rows in a page that vLLM's variable asks for; None if the variable asks for none. Each of
+    vLLM's names, such as "LBNHC", has N for tokens and H for heads.
+    """
     text = os.environ.get("VLLM_KV_CACHE_LAYOUT")
     return ("NHD" if "NH" in text else "HND") if text else None
 
@@ -99,7 +100,7 @@ def wanted_constants() -> Path | None:
 
 
 def keeps_activations() -> bool:
-    """Returns whether activations stay in 16 bits where a checkpoint has vLLM round them to FP8.
+    """Returns whether activations stay in 16 bits even if a checkpoint makes vLLM round them to FP8.
 
     Raises:
         ValueError: the switch has an unknown value, or no wanted seam reads it.

@@ -1,8 +1,8 @@
-"""Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights: a seam that must be asked for by name.
+"""Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights. The user must ask for this seam by name.
 
-A method of vLLM gives loaded weights to the kernel that it chose. Here the weights are packed instead, and the products
-of this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps only the largest
-scale.
+A method of vLLM passes loaded weights to the kernel that it chose. In this module, the weights are packed instead, and
+the products of this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps only
+the largest scale.
 
 Activations stay in 16 bits. If vLLM rounds them to FP8, as the checkpoint declares, the environment must ask for 16
 bits. Activations declared in FP4 stay in 16 bits in vLLM on Hopper, too.
@@ -31,8 +31,12 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 class FloatProducts(Products):
-    """The products that replace a kernel of vLLM's, and keep its ``config``. names: the names of the layer's codes and
-    scales."""
+    """The products that replace a kernel of vLLM's.
+
+    Attributes:
+        config: the ``config`` of the replaced kernel.
+        names: the names of the layer's codes and scales.
+    """
 
     def __init__(self, form: Form, names: Names, config: object) -> None:
         self.names, self.config = names, config

@@ -2,7 +2,7 @@
 
     gate, up = product(x); y = silu(gate) * up         ->  y = product(x, activation="swiglu")
     s = product(x) + r; y = rms_norm(s)                ->  s = product(x, residual=r); y = norm(s)
-    y = norm(s); z = product(y)                        ->  the product that makes s leaves the norm to that of z
+    s = product(x); y = norm(s); z = product(y)        ->  a part of the norm moves into each product
     o, gate and up, down, the next layer's q, k and v  ->  one operator
 
 The first pattern is found by its results, since versions of torch trace the same source differently. The operations
@@ -11,7 +11,7 @@ one operator in vLLM. The third and fourth rewriting depend on the number of row
 runs. `cute_kernels.gemm.deferred_ops` defers the norm if its kernels can; `cute_kernels.gemm.layer.operator` uses one
 launch if it can.
 
-Other operations stay as they are, such as a norm without a neighbouring product, which Inductor fuses.
+Other operations are not changed. For example, Inductor fuses a norm without a neighbouring product.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ class Sums:
     """The operator of a residual sum with its RMSNorm, and its replacement.
 
     Attributes:
-        add_norm: (x, residual, weight, eps, variance columns or None) -> (norm of the sum, the sum).
-        norm: vLLM's operator (x, weight, eps, variance columns or None) -> the norm.
-        is_ready: (columns, dtype, with a residual) -> whether this package's norm of such rows can be launched.
+        add_norm: the operator. Its arguments are (x, residual, weight, eps, variance columns or None), its results (the
+            norm of the sum, the sum).
+        norm: vLLM's operator of the norm alone. Its arguments are (x, weight, eps, variance columns or None).
+        is_ready: a function from (columns, dtype, whether there is a residual) to whether this package's norm of such
+            rows can be launched.
     """
 
     add_norm: Callable[..., Any]
@@ -58,8 +60,10 @@ class Sums:
 
 
 def fuse(graph: fx.Graph, sums: Sums | None) -> dict[str, int]:
-    """Rewrites a graph in place. Returns the numbers of fused operations by kind. sums: None if vLLM has no such
-    operators."""
+    """Rewrites a graph in place. Returns the number of fused operations of each kind.
+
+    sums: None if vLLM has no such operators.
+    """
     gates = sum(_fuse_gate(node) for node in [node for node in graph.nodes if is_plain_product(node)])
     residuals = norms = 0
     if sums is not None:
@@ -78,7 +82,7 @@ def is_product(node: object) -> TypeGuard[fx.Node]:
 
 
 def is_plain_product(node: object) -> TypeGuard[fx.Node]:
-    """Returns whether a node is a product in x's dtype into which nothing has been fused yet."""
+    """Returns whether a node is a product in x's dtype that is not fused with another operation yet."""
     if not is_product(node) or node.args[RESIDUAL] is not None or node.args[ACTIVATION] is not None:
         return False
     return node.args[OUT_DTYPE] in DTYPES
@@ -106,8 +110,9 @@ def _fuse_gate(product: fx.Node) -> bool:
 
 
 def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
-    """Yields lists of operations, in order, that read nothing but a product's result. Other operations use only the
-    result of the list's last operation, which has ``columns`` columns."""
+    """Yields lists of operations, in order, that read nothing but a product's result. Only the result of the last
+    operation of a list is used by other operations. It has ``columns`` columns.
+    """
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
     while node.op != "output" and len(inside) <= MAX_BETWEEN:
@@ -140,8 +145,10 @@ def _is_swiglu(product: fx.Node, inside: list[fx.Node]) -> bool:
 
 
 def _run(nodes: list[fx.Node], known: dict[fx.Node, Any], rows: int | torch.SymInt) -> torch.Tensor:
-    """Computes nodes from known values and returns the last node's value. rows: the graph's number of rows, which
-    `NOISE_ROWS` replaces."""
+    """Computes nodes from known values and returns the last node's value.
+
+    rows: the graph's number of rows, which is replaced by `NOISE_ROWS`.
+    """
 
     def value_of(node: fx.Node) -> Any:
         if node in known:
@@ -214,7 +221,7 @@ def _is_beside_product(x: fx.Node, node: fx.Node) -> bool:
 
 
 def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Returns an operation's inputs that are tensors; numbers of rows are left out."""
+    """Returns an operation's inputs that are tensors, without the numbers of rows."""
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
 
 
@@ -230,7 +237,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _leave_norm(norm: fx.Node) -> bool:
     """Defers a norm from the product that makes its rows to the one product that reads the norm.
 
-    Returns whether the norm was deferred: both products must support that.
+    Returns whether the norm was deferred. It is deferred only if both products support that.
     """
     product, weight, *others = norm.args
     bias, residual, kind, eps, offset = others
@@ -282,8 +289,12 @@ def _rewrite(product: fx.Node, norm: fx.Node, taker: fx.Node, terms: tuple[Any, 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two products with a deferred norm between them. gives, takes: the nodes of GIVING and TAKING. rows: the node of
-    the first product's rows."""
+    """Two products with a deferred norm between them.
+
+    Attributes:
+        gives, takes: the nodes of the operators GIVING and TAKING.
+        rows: the node of the first product's rows.
+    """
 
     gives: fx.Node
     takes: fx.Node

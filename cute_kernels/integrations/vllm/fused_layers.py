@@ -1,7 +1,7 @@
 """The layers that take part in the fusion of small operations into products (`fusion`), and the norms of the fusion.
 
-A product's "swiglu" epilogue reads gate's and up's rows alternating. A layer with such rows sorts its results after the
-product. The pass over the graph removes this sorting together with the gate.
+A product's "swiglu" epilogue needs weights whose rows of gate and up alternate. A layer with such rows sorts its
+results after the product. The pass over the graph removes this sorting together with the gate.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ SILU = ("silu", "swish")
 class Fused:
     """The fusions of the engine that is being made.
 
-    gates: whether a SwiGLU follows the model's layers of gate and up. sums: whether residuals and norms after products
-    are fused.
+    Attributes:
+        gates: whether a SwiGLU follows the model's layers of gate and up.
+        sums: whether residuals and norms after products are fused.
     """
 
     gates: bool = False
@@ -86,11 +87,11 @@ def reads_norm(layer: object) -> bool:
 
 
 def side_of_norm(layer: object) -> DeferredKind | None:
-    """Returns the side of a norm on which a layer's product is: GIVES before a norm, TAKES after one.
+    """Returns on which side of a norm a layer's product is: GIVES before a norm, TAKES after one, None if it is on
+    neither side.
 
-    Returns None for neither, and for layers split among GPUs: their results are summed before the norm. Returns None
-    also in models with experts in every layer: experts and their router read one norm, and no product precedes the
-    other norm.
+    Returns None also for layers split among GPUs, since their results are summed before the norm. Returns None also in
+    models with experts in every layer: experts and their router read one norm, and no product precedes the other norm.
     """
     if getattr(layer, "tp_size", 1) > 1 or _has_experts_everywhere():
         return None
@@ -109,8 +110,9 @@ def _has_experts_everywhere() -> bool:
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
-    """Sorts results [rows, 2 columns] with gate and up alternating into the model's order: gate's columns, then
-    up's."""
+    """Sorts results [rows, 2 columns], in which columns of gate and up alternate, into the model's order: the columns
+    of gate, then the columns of up.
+    """
     return out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
 
 
@@ -126,8 +128,9 @@ def norm_specs(columns: int, dtype: torch.dtype) -> list[NormSpec]:
 
 
 def _load_those_there(specs: Iterable[SpecT]) -> list[SpecT]:
-    """Loads kernels that are compiled, and compiles others if a compiler is installed. Returns the kernels that were
-    loaded."""
+    """Loads kernels that are compiled already, and compiles the remaining ones if a compiler is installed. Returns the
+    kernels that can be launched.
+    """
     index = torch.cuda.current_device()
     arch, can_compile = arch_of(index), compiler_version() is not None
     there = [spec for spec in specs if can_compile or default_cache().has(spec, arch)]
@@ -161,10 +164,10 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
     """Loads or compiles the kernels with which a layer's product produces or consumes a deferred norm, as ``kind``
     says.
 
-    If there is no such kernel for a number of rows, or it can be neither loaded nor compiled, the norm is a launch of
-    its own.
+    If there is no such kernel for a number of rows, or it can be neither loaded nor compiled, the norm gets its own
+    launch.
 
-    problem: the layer, of one row. rows: numbers of rows that the engine runs.
+    problem: the layer, for one row. rows: the numbers of rows that the engine may run.
     """
     _load_those_there(specs_beside_norm(problem, rows.all(), kind))
 
@@ -173,8 +176,8 @@ def make_ready(problem: LinearProblem, rows: prepare.RowCounts, kind: DeferredKi
 def make_whole_ready(problem: LinearProblem, rows: prepare.RowCounts) -> None:
     """Loads or compiles the kernel of all products from one attention to the next.
 
-    problem: the last layer of an MLP, of one row. If a model's o projection has more inputs than any other layer, it
-    needs another kernel, which is not loaded; its products then run one by one.
+    problem: the last layer of an MLP, for one row. A model whose o projection has more inputs than any other layer
+    needs another kernel, which is not loaded. The products of such a model run one by one.
     """
     specs = whole_specs(problem)
     if specs and any(map(serves_rows, rows.all())):

@@ -27,8 +27,7 @@ VECTOR = 8  # elements: K is a multiple of it where a kernel reads hidden states
 def fuse(graph: fx.Graph, experts: Container[int]) -> int:
     """Rewrites a graph in place. Returns the number of rewritten routers.
 
-    experts: the result of `routers_in_code`. Routers with one of these numbers of experts can also multiply by the
-    gate.
+    experts: the result of `routers_in_code`: the numbers of experts for which a router can also multiply by the gate.
     """
     return sum(_fuse(node, experts) for node in [node for node in graph.nodes if _is_experts(node)])
 
@@ -62,7 +61,8 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _gate_of(logits: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """Returns (hidden states [T, K], weight [E, K], bias [E] or None) from which logits are computed; None if no kernel
-    takes them."""
+    supports them.
+    """
     if logits.target not in (MM, ADDMM) or logits.kwargs:
         return None
     *biases, x, turned = logits.args

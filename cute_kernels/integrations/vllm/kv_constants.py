@@ -1,8 +1,8 @@
 """Transforms of a calibrated cache for an engine's layers, from the file of `cute-kernels calibrate`, cut to a rank's
 heads.
 
-vLLM does not tell a layer's attention which layer it is. So transforms are set when the engine has made its caches,
-before kernels are prepared and before anything is written.
+vLLM does not tell a layer's attention which layer it is. So transforms are set after the engine has made its caches,
+before kernels are prepared and before anything is written to the caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def give(layers: Mapping[str, Foreign], config: Foreign, device: torch.device) -
     """Sets the transform of every layer of this package's attention. Does nothing if the environment names no file.
 
     Args:
-        layers: the engine's layers by vLLM's names, which contain the layer's number.
+        layers: the engine's layers by vLLM's names, which contain the layer's index.
         config: the engine's configuration.
         device: the device of the transforms' arrays.
 
@@ -83,7 +83,8 @@ def kept(transform: CacheTransform, device: torch.device) -> CacheTransform:
 def own_heads(transform: CacheTransform, num_kv_heads: int, rank: int, ranks: int) -> CacheTransform:
     """Returns a layer's transform cut to the KV heads of one rank.
 
-    Heads are distributed as in vLLM: consecutive heads to a rank, or one head to several ranks if there are more ranks.
+    Heads are distributed as in vLLM: each rank gets consecutive heads; if there are more ranks than heads, several
+    ranks get the same head.
 
     Raises:
         ValueError: the numbers of heads and ranks do not fit the transform.
@@ -119,8 +120,8 @@ def _read(path: Path) -> CacheConstants:
 def _check_served(transform: CacheTransform, head_size: int, soft_cap: float | None) -> None:
     """Raises ValueError for a transform that kernels do not support.
 
-    There must be kernels for its rotations, and attention must undo V's rotation in its own launch. Extend attention
-    does not support centred keys with a soft cap.
+    There must be kernels for its rotations, and attention must be able to undo V's rotation in its own launch. Extend
+    attention does not support centred keys with a soft cap.
     """
     if soft_cap is not None and transform.k_center is not None:
         raise ValueError(f"k_center: got one with a soft cap of {soft_cap}, want none (calibrate --no-center)")

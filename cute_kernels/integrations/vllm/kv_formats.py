@@ -37,8 +37,9 @@ def own_formats() -> tuple[Formats, ...]:
     environment names none.
 
     Raises:
-        OSError, ValueError: the file does not exist, or a format is unknown or needs something that vLLM does not
-            store: given scales other than one per tensor, or keys that wait for their block to fill.
+        OSError, ValueError: the file does not exist, a format is unknown, or vLLM cannot store what a format needs.
+            vLLM cannot store scales outside the rows, except one per tensor, nor keys that are quantised only when
+            their block is full.
     """
     text = environment.wanted_kv_format()
     if text is None:
@@ -53,7 +54,7 @@ def own_formats() -> tuple[Formats, ...]:
 def laid_out(formats: Formats) -> Formats:
     """Returns formats with the order in which their pages hold heads and tokens.
 
-    Rows with headers lie head by head, so that a CTA can read one head's tokens as one run of bytes. Other rows keep
+    Rows with headers are sorted by head, so that a CTA can read one head's tokens as contiguous bytes. Other rows keep
     vLLM's order, which is as fast. vLLM's own variable overrides these rules.
     """
     usual = "HND" if formats.k.has_header or formats.v.has_header else "NHD"
@@ -67,8 +68,9 @@ def described() -> str | None:
 
 
 def of_layer() -> Formats | None:
-    """Returns the formats of the layer that is being made; None if all layers have one format, or the file has none for
-    it."""
+    """Returns the formats of the layer that is being made; None if all layers have one format, or if the file has no
+    format for this layer.
+    """
     formats, name = own_formats(), layer_made().name
     if len(formats) <= 1 or name is None:
         return None
@@ -118,7 +120,9 @@ def check_dtype(kv_cache_dtype: str) -> None:
 
 
 def reason_against_rotation(kv_cache_dtype: str, head_size: int) -> str | None:
-    """Returns why a layer cannot have rotated rows of a dtype; None if it can, or if they are not rotated."""
+    """Returns why a layer cannot have rotated rows of a dtype; None if it can, or if the dtype's rows are not
+    rotated.
+    """
     if kv_cache_dtype not in ROTATED or head_size in ROTATED_SIZES:
         return None
     return f"head size {head_size} with rows that are rotated; supported: {', '.join(map(str, ROTATED_SIZES))}"
@@ -141,7 +145,7 @@ ROTATED_SIZES = (64, 128)  # which attention turns back in its own launch
 def transform_for(kv_cache_dtype: str, num_kv_heads: int, head_size: int) -> CacheTransform | None:
     """Returns the transform, on the CPU, that a layer's K and V get before they are quantised; None if they get none.
 
-    The transform has random signs. They keep values that all tokens share from adding up in one large column. All
+    The transform has random signs. Without them, values that all tokens share could add up to one large column. All
     processes have the same signs, so a cache can be handed to another process.
     """
     if kv_cache_dtype not in ROTATED:
@@ -162,7 +166,7 @@ def views(
     kv_cache: torch.Tensor, formats: Formats, head_size: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (K's cache, V's cache), each [num_blocks, block_size, num_kv_heads, row] in a dtype of its format, or
-    [num_blocks, num_kv_heads, block_size, row] where formats say "HND".
+    [num_blocks, num_kv_heads, block_size, row] if the formats have the order "HND".
 
     kv_cache: [num_blocks, page] or [num_blocks, 1, block_size, content], vLLM's pages of a layer; there may be gaps
         between pages.

@@ -1,10 +1,11 @@
-"""Weight-only linear layers of vLLM: AWQ, GPTQ and compressed-tensors checkpoints, 4 and 8 bits.
+"""Weight-only linear layers of vLLM, for AWQ, GPTQ and compressed-tensors checkpoints with 4 and 8 bits.
 
-vLLM asks a list of kernels, in turn, whether they can run a layer. This kernel is put first; other layers go on to
-vLLM's own kernels. A layer is one registered operator, opaque to torch.compile.
+vLLM asks a list of kernels, in turn, whether they can run a layer. This kernel is put first; layers that it cannot run
+get one of vLLM's own kernels. A layer is one registered operator, opaque to torch.compile.
 
-The traced graph depends on a layer's configuration alone, never on its weights' values: vLLM keeps compiled graphs
-from one start to the next, and another checkpoint of the same configuration must fit them.
+The traced graph depends only on a layer's configuration, never on the values of its weights. This is necessary since
+vLLM keeps compiled graphs from one start to the next, and may use them for another checkpoint with the same
+configuration.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Products:
 
         It must be called before vLLM compiles or captures graphs, since graphs keep the decision.
 
-        Returns the weight, with gate's and up's rows alternating if the fusion needs it.
+        Returns the weight. If the fusion needs it, the weight's rows of gate and up alternate.
         """
         form = self.form
         self.is_interleaved = self.fused.gates and fused_layers.is_gated(layer)
@@ -139,7 +140,9 @@ class CuteKernelsLinearKernel(MPLinearKernel, Products):
         return {name: one for name, one in both if name is not None and one is not None}
 
     def _names(self) -> tuple[str | None, ...]:
-        """Returns the names of the parameters of codes, scales, zero points and input order; None for missing ones."""
+        """Returns the names of the parameters of codes, scales, zero points and input order; None instead of the name
+        of a missing parameter.
+        """
         return self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
 
     def _tensors(self, layer: torch.nn.Module) -> list[Any]:
@@ -161,10 +164,11 @@ def replace(interface: Interface) -> str:
 
 
 def _chooses_for_invariance(original: Callable[..., None]) -> Callable[..., None]:
-    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too. vLLM 0.33 itself chooses none for
-    them there.
+    """Makes compressed-tensors layers choose a kernel under VLLM_BATCH_INVARIANT too. vLLM 0.33 itself chooses no
+    kernel for them in this mode.
 
-    vLLM dequantises these layers in every step, and still does so for layers that are not supported here.
+    Without a kernel, vLLM dequantises these layers in every step. It still does so for layers that this package does
+    not support.
     """
 
     def create_weights(self: Foreign, layer: torch.nn.Module, *arguments: object, **named: object) -> None:

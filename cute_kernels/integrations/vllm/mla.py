@@ -1,8 +1,10 @@
-"""Latent attention (MLA) of vLLM: decoding over whole contexts and chosen tokens, instead of its backends' kernels.
+"""Latent attention (MLA) of vLLM. This package's kernels replace those of vLLM's backends for decoding, over whole
+contexts and over chosen tokens.
 
-vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE keep everything else: prompts, the cache and its writing,
-metadata. Each backend's implementation of a layer becomes a subclass with the decoding of this module, for as many
-heads as the GPU has. FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM pads the heads for them.
+vLLM's backends FLASHMLA, FLASH_ATTN_MLA and FLASHMLA_SPARSE still do everything else: they process prompts, write the
+cache and make metadata. Each backend's implementation of a layer is replaced by a subclass that decodes with this
+module, for the number of heads that the GPU has. FlashMLA's kernels for chosen tokens need 64 or 128 heads, so vLLM
+pads the heads for them.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """Decodes in place of a backend's implementation: over whole contexts, in 16-bit caches with pages of 64 tokens.
-    Layers with FP8 caches keep the backend's own decoding."""
+    """Replaces the decoding of a backend's implementation: over whole contexts, in 16-bit caches with pages of 64
+    tokens. Layers with FP8 caches keep the backend's own decoding.
+    """
 
     serves_some: ClassVar[bool] = False
     """Whether some layer of the backend decodes here, so that its pages should have 64 tokens."""
@@ -121,7 +124,7 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
     ) -> Any:
         """Decodes the first actual_num_heads heads (None: all) of q [tokens, heads, 576].
 
-        kv_c_and_k_pe_cache: the cache, or a workspace of rows. given: vLLM's tensor for the result, which is not used:
+        kv_c_and_k_pe_cache: the cache, or a workspace of rows. given: vLLM's tensor for the result. It is not used, as
         vLLM copies the returned tensor.
         """
         if not self.serves:
@@ -141,12 +144,15 @@ class CuteKernelsSparseMlaImpl(FlashMLASparseImpl):
 
 
 def _heads_of(impl: Foreign) -> int:
-    """Returns the heads of a launch; if contexts are split among GPUs, the heads of all of these GPUs."""
+    """Returns the number of heads of a launch. If contexts are split among GPUs, this is the number of heads of all
+    these GPUs.
+    """
     return impl.num_heads * impl.dcp_world_size
 
 
 def _reason_of_pages() -> str | None:
-    """Returns why the page size on the command line keeps a layer with its backend; None if it does not.
+    """Returns why a layer keeps its backend's kernels because of the page size on the command line; None if it need
+    not.
 
     If no size is given, vLLM asks the backend for one after the layers are made.
     """
@@ -156,7 +162,7 @@ def _reason_of_pages() -> str | None:
 
 
 def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
-    """Makes a backend prefer pages of 64 tokens if some of its layers decode here."""
+    """Makes a backend prefer pages of 64 tokens, if some of its layers decode with this module."""
     original = backend.get_preferred_block_size
 
     def preferred(default: int) -> int:
@@ -166,7 +172,7 @@ def _prefer_pages(backend: Foreign, made: type[Decoding]) -> None:
 
 
 def reason_against(impl: Foreign, form: str | None, cut: bool = True) -> str | None:
-    """Returns why a layer keeps its backend's kernels; None if it can decode here.
+    """Returns why a layer keeps its backend's kernels; None if it can decode with this module.
 
     form: the format of the layer's cache; None for an unsupported cache. cut: whether contexts may be split among GPUs.
     """
@@ -214,7 +220,7 @@ def _make_ready(decodes: Decodes | None) -> str | None:
 
 
 def _outcome(what: str, reason: str | None) -> bool:
-    """Returns whether a layer decodes here, and logs the outcome once for all equal layers."""
+    """Returns whether a layer decodes with this module, and logs the outcome once for all equal layers."""
     if reason is None:
         note_served(what)
     say_once(f"{what} runs here" if reason is None else f"{what} is left to vLLM: {reason}")
@@ -225,8 +231,9 @@ def _outcome(what: str, reason: str | None) -> bool:
 
 
 def replace(interface: Interface) -> str:
-    """Replaces the implementations that vLLM's MLA backends return by those of this module. Returns a line for the
-    log."""
+    """Replaces the implementations that vLLM's MLA backends return with the implementations of this module. Returns a
+    line for the log.
+    """
     CuteKernelsSparseMlaImpl.gives_lse = interface.mla_gives_lse
     for module, name in interface.mla_backends:
         try:

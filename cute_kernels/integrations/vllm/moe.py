@@ -1,8 +1,8 @@
 """Expert layers of vLLM with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss checkpoints.
 
 Each of vLLM's methods for expert layers makes a kernel of two parts: one dispatches tokens and collects results, the
-other is the experts. The method's parameters stay as they are. Once loaded they are packed, and the experts are
-replaced by those of this module. Unsupported layers keep vLLM's experts, and one log line says why.
+other is the experts. The method still makes its own parameters. After they are loaded, they are packed, and the experts
+of this module replace vLLM's. Unsupported layers keep vLLM's experts, and one log line says why.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Source:
     Attributes:
         words, scales, zeros: names of parameters; "{}" stands for "w13" or "w2".
         pack: the function that packs parameters [E, inputs, outputs].
-        form: maps a method to the way in which it stores codes. Raises ValueError, with the reason, for codes that
-            cannot be read here.
+        form: a function from a method to the way in which the method stores codes. It raises ValueError, with the
+            reason, for unsupported codes.
         outputs_first: whether parameters are [E, outputs, inputs].
         backends: the kernels of vLLM, by name, for which the method loads weights in this layout.
         dtype: the activations' dtype, if it differs from the scales'.
@@ -119,7 +119,7 @@ ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave", *UNGATED)
 def activation_of(layer: Foreign) -> ActivationFunction | None:
     """Returns the activation that vLLM applies to a layer's gates and ups, or to its ups alone.
 
-    Returns None for an activation that no kernel here computes.
+    Returns None for an activation that no kernel of this package computes.
     """
     limit, alpha, beta = (getattr(layer, f"swiglu_{name}", None) for name in ("limit", "alpha", "beta"))
     kind = layer.activation.value
@@ -135,7 +135,7 @@ def activation_of(layer: Foreign) -> ActivationFunction | None:
 
 
 def _gates_come_first(layer: Foreign) -> bool:
-    """Returns whether a layer stores gate's rows before up's; kernels need them alternating."""
+    """Returns whether a layer stores the rows of gate before the rows of up. Kernels need them to alternate."""
     return layer.activation.value not in (IN_TURN, *UNGATED)
 
 
@@ -266,8 +266,9 @@ BIASES = ("w13_bias", "w2_bias")
 
 
 def _biases(method: Foreign, layer: Foreign) -> list[str]:
-    """Returns the names of a layer's biases. From vLLM 0.30 on every GPTQ layer has these parameters, and vLLM notes
-    which of them a checkpoint has filled."""
+    """Returns the names of a layer's biases. From vLLM 0.30 on every GPTQ layer has parameters for biases, and vLLM
+    records which of them a checkpoint has filled.
+    """
     there = [name for name in BIASES if getattr(layer, name, None) is not None]
     loaded = getattr(layer, "_loaded_expert_biases", there)
     return there if getattr(method.moe, "has_bias", False) else [name for name in there if name in loaded]
@@ -283,11 +284,11 @@ def _asked(
 
 def process(method: Foreign, layer: Foreign, source: Source) -> str | None:
     """Packs a layer's weights and gives its method `CuteKernelsExperts`. If kernels are missing, changes nothing and
-    returns which.
+    returns a message that lists them.
 
     Raises:
         NotImplementedError: with EPLB, experts would move to GPUs whose kernels do not support their scales.
-        ValueError: weights are loaded again, and need other kernels than those in captured graphs.
+        ValueError: weights are loaded again, and need different kernels from those in captured graphs.
     """
     bits, group_size, zero_point, _ = source.form(method)
     packed = {}
@@ -362,8 +363,9 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
-    """Returns both products' biases as kernels take them, gate's and up's alternating; None for layers without
-    biases."""
+    """Returns the biases of both products, with those of gate and up alternating, as kernels take them; None for layers
+    without biases.
+    """
     if not _biases(method, layer):
         return None, None
     first, second = (getattr(layer, name).detach().to(dtype, copy=True).contiguous() for name in BIASES)
@@ -399,7 +401,7 @@ def replace(interface: Interface) -> str:
 def replace_experts(module: str, name: str, source: Source) -> None:
     """Makes a method of vLLM build `CuteKernelsExperts` for supported layers.
 
-    With EPLB, vLLM moves experts between GPUs: it moves rows of the layer's parameters. `CuteKernelsExperts` are views
+    With EPLB, vLLM moves experts between GPUs by moving rows of the layer's parameters. `CuteKernelsExperts` are views
     of these parameters, and vLLM's ids of experts already refer to rows. Most of vLLM's own methods do not support
     EPLB.
     """

@@ -22,7 +22,7 @@ CAPABILITY = 90
 
 @dataclass(frozen=True)
 class Replacement:
-    """The outcome of one seam. ``reason`` says why the seam is left to vLLM; None if it is replaced."""
+    """The outcome of one seam. ``reason`` says why vLLM's own code stays in use; None if the seam is replaced."""
 
     seam: str
     what: str
@@ -34,7 +34,7 @@ _served: set[str] = set()
 
 
 def note_served(what: str) -> None:
-    """Notes which layers of a model run on these kernels, since graphs that vLLM keeps depend on it.
+    """Records which layers of a model use these kernels, since the graphs that vLLM keeps depend on it.
 
     `register` decides which kernels are tried. Whether they support a layer also depends on the installed bundles.
     """
@@ -42,7 +42,7 @@ def note_served(what: str) -> None:
 
 
 def fingerprint() -> str:
-    """Returns the version, the replaced seams, and a digest of the layers that run on these kernels in this process."""
+    """Returns the version, the replaced seams, and a digest of the layers that use these kernels in this process."""
     replaced = ",".join(sorted(filter(is_replaced, _outcomes)))
     return f"{__version__}:{replaced}:{hashlib.sha256(repr(sorted(_served)).encode()).hexdigest()[:16]}"
 
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def _why_nothing() -> str | None:
-    """Returns why the vLLM of this process stays unchanged; None if seams are to be replaced."""
+    """Returns why the vLLM of this process is not changed; None if seams are to be replaced."""
     import vllm
 
     version = str(vllm.__version__)

@@ -1,4 +1,4 @@
-"""The facts that `ready` needs about this process's vLLM: its row counts, its log, and which seams are replaced."""
+"""What `ready` needs to know about the vLLM of this process: its row counts, its log, and which seams are replaced."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def layer_named(name: str | None) -> Foreign | None:
 
 
 def why_left(seam: str) -> str | None:
-    """Returns why a seam may not serve layers of the engine that is being made; None if it may."""
+    """Returns why layers of the engine that is being made may not use a seam; None if they may."""
     return None if plugin.is_replaced(seam) else f"{environment.SWITCH}={environment.switch()}"

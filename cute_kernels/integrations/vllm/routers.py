@@ -37,7 +37,9 @@ PADDING = "_get_padding_mask"
 class Router:
     """A gate and a router of vLLM combined.
 
-    gate: None if the model's own code multiplies by it. routing: the routing that the router computes.
+    Attributes:
+        gate: the gate; None if the model's own code multiplies by it.
+        routing: the routing that the router computes.
     """
 
     gate: Foreign | None
@@ -45,8 +47,10 @@ class Router:
     routing: Routing
 
     def call(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> RouteCall:
-        """Returns the call of `route` for hidden states [T, K]. weight, bias: the gate's weight and bias, which the
-        call needs only if the gate is in the model's own code."""
+        """Returns the call of `route` for hidden states [T, K].
+
+        weight, bias: the gate's weight and bias. They are needed only if the model's own code multiplies by the gate.
+        """
         gate = (weight, bias) if self.gate is None else (self.gate.weight, self.gate.bias)
         added = gate[1], getattr(self.router, "e_score_correction_bias", None)
         bias, correction = (None if each is None else each.data for each in added)
@@ -56,7 +60,7 @@ class Router:
         """Replaces the gate. For few tokens, returns the hidden states unchanged. For many tokens, returns the gate's
         logits.
 
-        Many tokens need two launches in any case, and vLLM's launches are as good.
+        Many tokens need two launches in any case, and vLLM's launches are as fast.
         """
         return (hidden, None) if len(hidden) <= MAX_TOKENS or self.gate is None else self.gate.__call__(hidden)
 
@@ -70,8 +74,8 @@ class Router:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces the router's choice. Returns (weights fp32, ids int32), each [T, top_k]; ids of padding are -1.
 
-        router_logits: hidden states from `defer`; or the weight of a gate in the model's own code, with its bias as
-            input_ids; or logits, for which vLLM's router runs.
+        router_logits: one of: hidden states from `defer`; the weight of the gate if the model's own code multiplies by
+        it, with the gate's bias as input_ids; logits, with which vLLM's router is called.
         """
         if router_logits.shape[-1] != self.experts:
             if len(hidden_states) <= MAX_TOKENS:
@@ -83,19 +87,20 @@ class Router:
 
     @property
     def experts(self) -> int:
-        """The number of experts that the gate knows."""
+        """The number of experts among which the gate chooses."""
         return self.router.global_num_experts if self.gate is None else len(self.gate.weight)
 
     def _padding(self, tokens: int) -> torch.Tensor | None:
-        """Returns which rows are padding; None if vLLM does not say, or says it of another step's rows."""
+        """Returns which rows are padding; None if vLLM does not say it, or only says it of another step's rows."""
         mask = getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
         return mask if mask is not None and len(mask) == tokens else None
 
 
 def connect(layer: Foreign) -> None:
-    """Makes the gate and the router of a layer with this package's experts run here, or leaves both to vLLM.
+    """Makes this package compute the gate and the router of a layer with this package's experts, or lets vLLM compute
+    both.
 
-    A log line says which, and why. If the layer was connected before, the decision is made anew.
+    A log line says which of the two was decided, and why. If the layer was connected before, this is decided again.
     """
     runner = prepare.layer_named(getattr(layer, "layer_name", None))
     if runner is None:
@@ -120,8 +125,8 @@ def connect(layer: Foreign) -> None:
 
 
 def routers_in_code(layers: Iterable[object]) -> set[int]:
-    """Returns a set of numbers of experts. A number is in the set if every router with so many experts, and with its
-    gate in the model's own code, runs here.
+    """Returns the numbers of experts for which every router can be computed by this package. Only routers whose gate is
+    in the model's own code are looked at.
 
     layers: an engine's layers.
     """
@@ -209,7 +214,7 @@ def _calls(router: Router, dtype: torch.dtype, device: torch.device) -> list[Rou
 
 
 def specs(calls: Iterable[RouteCall]) -> list[RouterSpec]:
-    """Returns the kernels of calls of `route` that also multiply by the gate."""
+    """Returns the kernels that calls of `route` need, if `route` also multiplies by the gate."""
     return [RouterSpec(config_of(call, multiplies=True)) for call in calls]
 
 

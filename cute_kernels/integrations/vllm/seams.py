@@ -38,16 +38,19 @@ def replace_once(module: str, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def refusal(wrong: Mapping[str, object]) -> str | None:
-    """Returns a message with the reasons that hold; None if none does.
+    """Returns a message with those reasons of ``wrong`` that are true; None if no reason is true.
 
-    wrong: for each reason, whether it holds.
+    wrong: for each reason, whether it is true.
     """
     found = [what for what, is_so in wrong.items() if is_so]
     return f"{', '.join(found)} not supported" if found else None
 
 
 class Layer(NamedTuple):
-    """An attention layer that vLLM makes. name: the name of the layer, or of the layer whose cache it reads."""
+    """An attention layer that vLLM makes.
+
+    name: the name of the layer. If the layer reads another layer's cache, the name of that layer.
+    """
 
     name: str | None = None
     has_alibi: bool = False
@@ -63,7 +66,7 @@ def layer_made() -> Layer:
 
 @contextmanager
 def making(layer: Layer) -> Iterator[None]:
-    """Notes, within the context, which layer vLLM is making, since vLLM does not tell the backend."""
+    """Records, within the context, which layer vLLM is making, since vLLM does not tell the backend."""
     global _layer
     _layer = layer
     try:
@@ -75,7 +78,7 @@ def making(layer: Layer) -> Iterator[None]:
 def packs_here(what: str, serve: Callable[[Any, Any], str | None], original: Any) -> Any:
     """Wraps a method's `process_weights_after_loading`: ``serve`` first tries to pack the loaded layer.
 
-    If ``serve`` returns a reason why it cannot pack the layer, vLLM's own method runs, and the log has the reason.
+    If ``serve`` returns a reason why it cannot pack the layer, vLLM's own method runs, and the reason is logged.
     """
 
     def process_weights_after_loading(self: Foreign, layer: Foreign) -> None:

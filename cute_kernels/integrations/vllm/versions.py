@@ -1,6 +1,6 @@
 """The supported versions of vLLM, and the names of its classes and functions in each.
 
-vLLM moves its interfaces every second release. An untested version is left alone, and the log says so.
+vLLM moves its interfaces every second release. An untested version is not changed, and a log line says so.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ class Interface:
 
     Attributes:
         tested: how this version was tested, in words.
-        linear_kernels: the module that has the list of kernels of linear layers, and the list's name.
+        linear_kernels: the module that has the list of kernels of linear layers, and the name of the list.
         linear_scheme: the module and class of compressed-tensors layers.
         backend_priorities: the module and function that order the attention backends.
         backend_choice: the module and function that chooses a backend, and caches its choice.
-        attention_layer, mla_layer: the module and class of attention layers, and of latent attention layers.
-        expert_methods: modules and classes of the methods of expert layers.
+        attention_layer: the module and class of attention layers.
+        mla_layer: the module and class of latent attention layers.
+        expert_methods: the modules and classes of the methods of expert layers.
         float_linear: for linear layers in FP8, MXFP4 and NVFP4: the module and the class of the method, the attribute
             that multiplies, and the attribute with the dtype that activations are rounded to ("" for none).
-        mla_backends: modules and classes of the backends whose decoding of MLA is replaced.
-        mla_gives_lse: whether the bf16 kernel of chosen tokens returns (rows, log-sum-exps) instead of rows alone.
+        mla_backends: the modules and classes of the backends whose decoding of MLA is replaced.
+        mla_gives_lse: whether the bf16 kernel of chosen tokens returns (rows, log-sum-exps) instead of only rows.
         pass_manager: the module and class that chooses the passes over a traced model.
     """
 
