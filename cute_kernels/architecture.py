@@ -15,9 +15,9 @@ class Limits:
 
     Attributes:
         num_sms: the number of SMs that schedules assume on a machine without a GPU.
-        shared_bytes: shared memory that one CTA may use.
-        reserved_shared_bytes: shared memory of an SM that the system reserves for every resident CTA.
-        threads: the most threads of a CTA.
+        shared_bytes: bytes of shared memory that one CTA may use.
+        reserved_shared_bytes: bytes of an SM's shared memory that the system reserves for every resident CTA.
+        threads: the largest number of threads of a CTA.
     """
 
     num_sms: int
@@ -27,12 +27,13 @@ class Limits:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Bytes of shared memory of an SM, for all its CTAs, including the bytes that the system reserves for each
-        CTA."""
+        """The number of bytes of shared memory of an SM, for all its CTAs, including the bytes that the system reserves
+        for each CTA.
+        """
         return self.shared_bytes + self.reserved_shared_bytes
 
     def holds(self, other: Limits) -> bool:
-        """Returns whether every configuration within the limits ``other`` also fits these limits."""
+        """Returns whether every configuration that is within the limits ``other`` is also within these limits."""
         return all(getattr(self, name) >= getattr(other, name) for name in ("shared_bytes", "threads")) and (
             self.reserved_shared_bytes <= other.reserved_shared_bytes
         )

@@ -22,8 +22,9 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns a tensor's strides in elements. torch allows any stride for a dimension of size 1. This function returns
-    the stride that a contiguous tensor has there."""
+    """Returns a tensor's strides in elements. torch allows any stride for a dimension of size 1. For such a dimension,
+    this function returns the stride of a contiguous tensor.
+    """
     strides = list(tensor.stride())
     for i in reversed(range(tensor.dim())):
         if tensor.shape[i] <= 1:
@@ -44,7 +45,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 class _UnlessCapturing:
-    """A value that is true except while a CUDA graph is captured. During a capture no tensor's values can be read."""
+    """A value that is true except while a CUDA graph is captured. The values of tensors cannot be read during a
+    capture.
+    """
 
     def __bool__(self) -> bool:
         return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
@@ -79,8 +82,11 @@ def _steps_of(tensor: torch.Tensor) -> Steps:
 
 
 def _meet(offset: int, a: Steps, b: Steps) -> bool:
-    """Returns whether two tensors may share a byte. ``a`` and ``b`` are the steps of their dimensions. The first tensor
-    begins at byte 0, the second at byte ``offset``."""
+    """Returns whether two tensors may share a byte.
+
+    a, b: the steps of the tensors' dimensions. offset: the byte at which the second tensor begins, if the first begins
+    at byte 0.
+    """
     if offset >= _reach(a) or -offset >= _reach(b):
         return False
     if not a or not b or a[0][0] != b[0][0] or max(_reach(a[1:]), _reach(b[1:])) > a[0][0]:
@@ -97,10 +103,10 @@ def check_apart(name: str, written: torch.Tensor, others: Mapping[str, object], 
     """Raises ValueError if an output of a call may share memory with another tensor of the call. The message names both
     tensors.
 
-    in_place: names of tensors whose memory the output may have, element for element.
+    in_place: names of tensors that the output may overwrite: both then have the same elements at the same addresses.
 
     On a GPU, a call that already has a plan is checked only if the family's launcher has a function ``always`` that
-    wants it.
+    returns True for it.
     """
     for other, tensor in others.items():
         if not isinstance(tensor, torch.Tensor) or not share_memory(written, tensor):
@@ -118,7 +124,9 @@ DEBUG: bool | _UnlessCapturing = os.environ.get("CUTE_KERNELS_DEBUG", "") not in
 @contextmanager
 def checking_values(checks: bool = True) -> Iterator[None]:
     """Makes calls within this context check the values of their tensors, as `CUTE_KERNELS_DEBUG=1` does everywhere.
-    checks: False turns these checks off."""
+
+    checks: False turns these checks off.
+    """
     global DEBUG
     before, DEBUG = DEBUG, checks and _UnlessCapturing()
     try:
@@ -150,7 +158,9 @@ def check_given_tensors(optional: Mapping[str, object]) -> None:
 
 
 def check_numbers(**tensors: object) -> None:
-    """Raises TypeError or ValueError if an argument is no tensor with data, naming the first such argument."""
+    """Raises TypeError or ValueError if an argument is no tensor with data. The message names the first such
+    argument.
+    """
     check_tensors(**tensors)
     for name, tensor in tensors.items():
         assert isinstance(tensor, torch.Tensor)
@@ -279,14 +289,16 @@ def check_together(**tensors: Any) -> None:
 
 
 def check_place(name: str, tensor: torch.Tensor, device: torch.device, speaker: str = "q") -> None:
-    """Raises ValueError unless a tensor lies on ``device``. speaker: the argument whose device that is, for the
-    message."""
+    """Raises ValueError unless a tensor is on ``device``.
+
+    speaker: the name, for the message, of the argument that decides the device.
+    """
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want it on {device}, where {speaker} is")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype, why: str = "") -> None:
-    """Raises TypeError unless a tensor has one of ``dtypes``; ``why`` ends the message."""
+    """Raises TypeError unless a tensor has one of ``dtypes``. The message ends with ``why``."""
     if tensor.dtype not in dtypes:
         known = [*map(str, dict.fromkeys(dtypes))]
         wanted = " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
@@ -294,7 +306,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype, why: str 
 
 
 def check_shape(name: str, tensor: torch.Tensor, *sizes: int | str, why: str = "") -> None:
-    """Raises ValueError unless a tensor has these sizes; ``why`` ends the message.
+    """Raises ValueError unless a tensor has these sizes. The message ends with ``why``.
 
     A string among ``sizes`` stands for any size. "..." in the first place stands for any number of dimensions.
     """
@@ -309,12 +321,16 @@ class Wanted(NamedTuple):
     """The requirements on a tensor among a call's arguments.
 
     Attributes:
-        name, tensor: the argument's name and value, which may be no tensor.
-        dtypes, sizes: the dtypes that the tensor may have, and its sizes as for `check_shape`. why, size_why: the ends
-            of the messages about dtype and sizes, with the reason for the requirement.
-        device: where the tensor must lie. speaker: the argument whose device that is.
+        name: the argument's name.
+        tensor: the argument's value. It may be no tensor.
+        dtypes: the dtypes that the tensor may have.
+        sizes: the sizes that the tensor must have, as for `check_shape`.
+        device: the device that the tensor must be on.
+        speaker: the name of the argument that decides the device.
+        why: the end of the message about a wrong dtype, with the reason for the requirement.
+        size_why: the end of the message about wrong sizes, with the reason for the requirement.
         contiguous: whether the tensor must be contiguous.
-        unit: bytes that the tensor must be aligned to; 1: its address is not looked at.
+        unit: the number of bytes of which the tensor's address must be a multiple; 1: any address.
     """
 
     name: str
@@ -373,8 +389,11 @@ TOKENS_OF_TABLE = "the tokens of a row of block_table"
 
 
 def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tensor:
-    """Returns the requests' lengths as int64 on the host. Raises ValueError, naming the request, for a length outside 0
-    to ``most``. room: the message's words for ``most``. Waits for the tensor's GPU."""
+    """Returns the requests' lengths as int64 on the host. Raises ValueError, naming the request, for a length below 0
+    or above ``most``. Waits for the tensor's GPU.
+
+    room: words for the message that say what ``most`` is.
+    """
     lengths = seq_lens.to(torch.int64).cpu()
     wrong = torch.nonzero((lengths < 0) | (lengths > most))
     if wrong.numel():
@@ -384,8 +403,10 @@ def checked_lengths(seq_lens: torch.Tensor, most: int, room: str) -> torch.Tenso
 
 
 def check_pages(table: torch.Tensor, used: torch.Tensor, page_size: int, num_pages: int) -> None:
-    """Raises ValueError, naming request and position, if a used entry of a block table is no page of the cache. table
-    and used are on the host; used: bool, of the table's shape."""
+    """Raises ValueError, naming request and position, if a used entry of a block table is no page of the cache.
+
+    table: the block table, on the host. used: which entries are used: bool, of the table's shape, on the host.
+    """
     wrong = torch.nonzero(used & ((table < 0) | (table >= num_pages)))
     if wrong.numel():
         request, entry = wrong[0].tolist()

@@ -1,8 +1,7 @@
-"""The block size of code that works through large tensors in blocks; a caller may lower it.
+"""The block size of code that processes large tensors in blocks. A caller may lower it.
 
-References, importers and calibration process one block after the other. A constant in each module gives the usual
-number of elements in a block. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks
-smaller.
+References, importers and calibration process one block after another. A constant in each module gives the usual number
+of elements in a block. On a machine with little memory, `with blocks.at_most(1 << 18):` makes all blocks smaller.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Survey:
 
 
 def survey(model: nn.Module, skip: Sequence[str]) -> Survey:
-    """Decides for every module that has weights of its own whether it is swapped."""
+    """Decides for every module that has weights of its own whether it is to be swapped."""
     routers, readers = routers_of(model), layers_read_by_code(model)
     places: dict[nn.Module, list[str]] = {}
     left: dict[nn.Module, ReportedLayer] = {}
@@ -83,8 +83,9 @@ def compiled_from(model: nn.Module) -> nn.Module:
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Returns whether a module is a plain nn.Linear, or transformers' Conv1D (GPT-2) or FalconLinear; no other subclass
-    counts."""
+    """Returns whether a module is a plain nn.Linear, or transformers' Conv1D (GPT-2) or FalconLinear. Other subclasses
+    of nn.Linear are not dense layers in this sense.
+    """
     kind = type(module)
     is_falcon = (kind.__module__, kind.__name__) == ("transformers.models.falcon.modeling_falcon", "FalconLinear")
     return kind is nn.Linear or is_conv1d(module) or is_falcon
@@ -106,7 +107,9 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequence[str]) -> tuple[str, bool] | None:
-    """Returns (why a dense layer is left, whether that counts as missed); None if it is to be swapped."""
+    """Returns (why a dense layer is not swapped, whether the report lists it as missed); None if it is to be
+    swapped.
+    """
     if _is_skipped(name, skip):
         return "skip names it", False
     if module in routers:
@@ -116,7 +119,7 @@ def _reason_of(module: nn.Module, name: str, routers: set[nn.Module], skip: Sequ
 
 
 def _tensors_reason(module: nn.Module) -> str | None:
-    """Returns why a Linear's tensors are no plain weight and bias, or None."""
+    """Returns why the tensors of a Linear are not a plain weight and bias; None if they are."""
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     others = sorted(own.keys() - {"weight", "bias"})
     if others or "weight" not in own:

@@ -13,14 +13,14 @@ class ReportedLayer:
     """A layer in the report of `quantize_model`.
 
     Args:
-        name: its qualified name; the first one if it is used several times.
-        kind: the name of its class, before it was swapped.
-        nbytes: bytes of its weights before quantisation.
-        packed_nbytes: bytes of its packed weights, 0 if it was left.
-        reason: why it was left; "" if it was swapped.
-        counts: whether the layer counts as missed if it was left: it multiplies with its weights, and `skip` does not
-            name it.
-        note: the layer's format, its products, and who chose them, such as "MXFP4, FP8 products as asked".
+        name: the layer's qualified name; the first one if it is used several times.
+        kind: the name of the layer's class, before it was swapped.
+        nbytes: the number of bytes of the layer's weights before quantisation.
+        packed_nbytes: the number of bytes of its packed weights; 0 if it was not swapped.
+        reason: why the layer was not swapped; "" if it was.
+        counts: whether the report lists the layer as missed if it was not swapped. It does for layers that multiply
+            with their weights, if `skip` does not name them.
+        note: the layer's format, the kind of its products, and who chose them, such as "MXFP4, FP8 products as asked".
     """
 
     name: str
@@ -46,7 +46,7 @@ class QuantizationReport:
 
     @property
     def summary(self) -> str:
-        """The numbers and bytes of quantised and left layers, in one line."""
+        """The numbers and bytes of the layers that were quantised and of those that were not, in one line."""
         before, after = (sum(getattr(x, name) for x in self.quantized) for name in ("nbytes", "packed_nbytes"))
         left = sum(layer.nbytes for layer in self.left)
         return (
@@ -73,7 +73,7 @@ class QuantizationReport:
 
 
 def _reasons(layers: tuple[ReportedLayer, ...] | list[ReportedLayer]) -> list[str]:
-    """Returns a line for each reason and class, the most bytes first."""
+    """Returns a line for each reason and class, those with the most bytes first."""
     groups: dict[tuple[str, str], list[ReportedLayer]] = {}
     for layer in layers:
         groups.setdefault((layer.kind, layer.reason), []).append(layer)

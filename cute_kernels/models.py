@@ -42,35 +42,36 @@ def quantize_model(
 ) -> nn.Module:
     """Swaps the nn.Linear layers of a model for `QuantizedLinear`, and its mixtures of experts for `QuantizedMoE`.
 
-    It works in place, layer by layer. Each layer's weight is freed before the next layer is quantised, unless something
-    else holds it. A layer that is used several times is quantised once. GPT-2's Conv1D is a Linear, too. Forward hooks
-    of a layer are kept. Subclasses of nn.Linear are left alone, since they have their own forward. So are layers whose
-    weight or hooks a quantised layer cannot take over, and experts with another computation. If a mixture of experts
-    does more than `QuantizedMoE`, only its experts are swapped, for `QuantizedRoutedExperts`. Routers stay as they are;
-    the Linear layers of shared experts are swapped like any other.
+    It works in place, layer by layer. Each layer's weight is freed before the next layer is quantised, unless another
+    object refers to it. A layer that is used several times is quantised once. GPT-2's Conv1D is a Linear, too. Forward
+    hooks of a layer are kept. These layers are not changed: subclasses of nn.Linear, since they have their own forward;
+    layers whose weight or hooks a quantised layer cannot take over; and experts with a different computation. If a
+    mixture of experts does more than `QuantizedMoE`, only its experts are swapped, for `QuantizedRoutedExperts`.
+    Routers are not changed. The Linear layers of shared experts are swapped like any other Linear layer.
 
-    ``model.quantization_report`` says what was done, what stayed and why
-    (`cute_kernels.model_report.QuantizationReport`); print it for a table. A UserWarning tells if nothing was
-    quantised, or less than half of the bytes that could be. The configuration of a transformers model gets a
+    ``model.quantization_report`` lists which layers were quantised, and which were not and why
+    (`cute_kernels.model_report.QuantizationReport`); print it for a table. There is a UserWarning if nothing was
+    quantised, or less than half of the bytes that could be quantised. The configuration of a transformers model gets a
     "quantization_config", with which `from_pretrained` reads the saved model once
     `cute_kernels.integrations.hf_quantizer.register` was called.
 
     Args:
         bits, group_size, zero_point, dtype, device: as for `quantize_weight`.
-        batch_invariant: the new layers' attribute. True: a row's (or token's) result does not depend on the others.
-        skip: layers to leave alone: shell patterns for the qualified name or its last part. Each pattern must match a
-            layer. The name of a mixture of experts does not skip the layers within it.
-        progress: a function that is called after each layer with its qualified name, the number of layers done and the
-            number of all layers.
+        batch_invariant: the new layers' attribute. True: the result of a row (or token) does not depend on other rows.
+        skip: layers that are not to be swapped: shell patterns for the qualified name or its last part. Each pattern
+            must match a layer. The name of a mixture of experts does not skip the layers within it.
+        progress: a function that is called after each layer. Its arguments are the layer's qualified name, the number
+            of layers done and the number of all layers.
         format: as for `quantize_weight`.
-        activations: "fp8": the new layers round x to E4M3 for products in FP8. None or "16bit": they do not.
+        activations: "fp8": the new layers round x to E4M3 for products in FP8. None or "16bit": the new layers do not
+            round x.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite; the message
-            names it. Layers before that one have been swapped.
+        TypeError, ValueError: an argument is wrong, or a layer's weight has values that are not finite. The message
+            names the argument or the layer. Layers before that layer have been swapped.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     given, model = model, compiled_from(model)
@@ -128,8 +129,9 @@ def reported(
 
 
 def _check_activations(places: dict[nn.Module, list[str]], form: WeightFormat) -> None:
-    """Raises TypeError, naming a layer, if a weight's dtype implies a dtype of inputs that the format does not
-    support."""
+    """Raises TypeError, naming a layer, if the dtype of a weight implies a dtype of x that the format does not
+    support.
+    """
     for module, names in places.items():
         for parameter in module.parameters():
             if DTYPES.get(parameter.dtype, form.dtypes[0]) not in form.dtypes:

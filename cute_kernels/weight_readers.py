@@ -1,8 +1,8 @@
-"""Finds layers whose weight the code around them reads, such as Mamba's `self.dt_proj.weight @ steps`. Such layers are
-not quantised.
+"""Finds layers whose weight is read by the code around them, such as Mamba's `self.dt_proj.weight @ steps`. Such layers
+are not quantised.
 
-The source of a model's own classes is searched for ``<...>.layer.weight``. A reading that needs no numbers (``.dtype``,
-`isinstance`) does not count. A reading behind a flag of the module that is off does not count either.
+The source of a model's own classes is searched for ``<...>.layer.weight``. Code that does not need the weight's values
+(``.dtype``, `isinstance`) is ignored. Code that does not run because a flag of the module is off is ignored, too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class _Reading:
-    """One place in the code that reads a layer's weight. path: the layer's name, relative to self if ``of_self``, else
-    the last parts of the name.
+    """One place in the code that reads a layer's weight.
 
-    guards: (test, wanted result) of each `if` around it.
+    Attributes:
+        path: the layer's name, relative to self if ``of_self``, else the last parts of the name.
+        of_self: whether the code reads the layer from ``self``.
+        method: the name of the method that has the code.
+        guards: (test, wanted result) of each `if` around the code.
     """
 
     path: str
@@ -80,7 +83,7 @@ def _readings(kind: type) -> tuple[_Reading, ...]:
 def _places(
     node: ast.AST, guards: tuple[tuple[ast.expr, bool], ...]
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[ast.expr, bool], ...]]]:
-    """Yields (first name of the expression, path to the layer, guards) of each weight that is read for its numbers."""
+    """Yields (first name of the expression, path to the layer, guards) of each weight whose values are read."""
     if isinstance(node, (ast.If, ast.IfExp)):
         yield from _places(node.test, guards)
         for branch, wanted in ((node.body, True), (node.orelse, False)):

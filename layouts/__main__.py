@@ -53,8 +53,9 @@ def list_entries(known: dict[str, Entry]) -> int:
 
 
 def verify_entries(selected: Sequence[Entry]) -> int:
-    """Proves and prints every claim of the selected entries. Returns the exit status: 1 if a claim does not hold, else
-    0."""
+    """Proves and prints every claim of the selected entries. Returns the exit status: 1 if a claim is not true, else
+    0.
+    """
     start, claims, failures = time.perf_counter(), 0, 0
     for kind, members in _by_kind(selected).items():
         print(kind)

@@ -1,9 +1,8 @@
 """CuTe layout algebra: shape:stride, swizzles, composition, complement, divide, product, inverses.
 
-The algebra is the `tensor-layouts` library's (pure Python; agrees with CuTe DSL on every trial in the tests). This
-module is the package's one import of that library. It adds what proofs and transforms need: the offsets of all
-coordinates, an exact equality test, and reading and writing CuTe's notation. `layouts.dsl` converts from and to live
-CuTe DSL objects.
+The algebra is that of the library `tensor-layouts` (pure Python; agrees with CuTe DSL in every test). Only this module
+imports that library. It adds what proofs and transforms need: the offsets of all coordinates, an exact equality test,
+and reading and writing CuTe's notation. `layouts.dsl` converts from and to live CuTe DSL objects.
 """
 
 from __future__ import annotations
@@ -66,8 +65,9 @@ GeneralLayout: TypeAlias = Layout | ComposedLayout
 
 
 def swizzled(bits: int, base: int, shift: int, layout: Layout) -> Any:
-    """Returns ``layout`` followed by ``Swizzle<bits, base, shift>``: ``bits`` bits of the offset, from bit base + shift
-    on, are XORed into as many bits from bit base on."""
+    """Returns ``layout`` followed by ``Swizzle<bits, base, shift>``: bit base + shift + i of the offset is XORed into
+    bit base + i, for i from 0 to ``bits`` - 1.
+    """
     return compose(Swizzle(bits, base, shift), layout)
 
 
@@ -91,7 +91,7 @@ def from_modes(modes: tuple[tuple[int, int], ...]) -> Layout:
 
 
 def offsets(layout: GeneralLayout) -> np.ndarray:
-    """Returns the offsets of all flat coordinates, int64 [size(layout)]; works for affine and for swizzled layouts."""
+    """Returns the offsets of all flat coordinates, int64 [size(layout)]. The layout may be affine or swizzled."""
     if isinstance(layout, ComposedLayout):
         if not isinstance(layout.outer, Swizzle):
             raise TypeError(f"layout is {layout}; want an affine layout or a swizzle after one")
@@ -112,7 +112,8 @@ def apply_swizzle(swizzle: Swizzle, values: np.ndarray) -> np.ndarray:
 def equal(a: GeneralLayout, b: GeneralLayout) -> bool:
     """Returns whether two layouts are the same function of the flat coordinate.
 
-    Affine layouts are compared by canonical form, without enumerating; swizzled ones by all their offsets.
+    Affine layouts are compared by canonical form, without enumerating. Swizzled layouts are compared by all their
+    offsets.
     """
     if size(a) != size(b):
         return False
@@ -122,7 +123,9 @@ def equal(a: GeneralLayout, b: GeneralLayout) -> bool:
 
 
 def is_permutation(layout: Layout) -> bool:
-    """Returns whether the layout maps [0, size) onto itself, decided from its modes without enumerating."""
+    """Returns whether the layout maps the numbers from 0 to size - 1 onto themselves. This is decided from the modes
+    without enumerating.
+    """
     cursor = 1
     for extent, stride in sorted(as_modes(layout), key=lambda mode: mode[1]):
         if stride != cursor:

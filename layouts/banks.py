@@ -1,7 +1,7 @@
 """Shared-memory bank model: how many wavefronts one warp access takes, and why.
 
-Shared memory has 32 banks of 4 bytes; byte address a lies in bank ``a // 4 % 32``. One *wavefront* serves one 4-byte
-word of every bank, to all lanes that ask for that word. An access is cut into *phases* of at most 128 bytes:
+Shared memory has 32 banks of 4 bytes; byte address a lies in bank ``a // 4 % 32``. In one *wavefront*, every bank
+delivers one 4-byte word to all lanes that ask for that word. An access is cut into *phases* of at most 128 bytes:
 
 =====================  =====================================================================
 access                 phases
@@ -12,10 +12,10 @@ access                 phases
 ldmatrix, stmatrix     one per 8x8 matrix: the 8 row addresses of 16 B that 8 lanes supply
 =====================  =====================================================================
 
-A phase costs as many wavefronts as its fullest bank holds distinct words. Two phases of a *load* of 8 or 16 B join into
-one if every active lane n asks for the address of lane ``n ^ 1``, or every active lane n for that of lane ``n ^ 2``.
-The return path then moves each word for two lanes at once (stated by NVIDIA for compute capability 7.x; see
-`joins_phases`). ``st.async`` is modelled as a store of its width into the destination's banks.
+The wavefronts of a phase are the largest number of distinct words that it needs from one bank. Two phases of a *load*
+of 8 or 16 B join into one if every active lane n asks for the same address as lane ``n ^ 1``, or every active lane n
+for the same address as lane ``n ^ 2``. Each word is then returned to two lanes at once (stated by NVIDIA for compute
+capability 7.x; see `joins_phases`). ``st.async`` is modelled as a store of the same width into the destination's banks.
 
 The counts are those of ``l1tex__data_pipe_lsu_wavefronts_mem_shared``; ``conflicts`` is the excess over one
 wavefront per phase, as in ``l1tex__data_bank_conflicts_pipe_lsu``.
@@ -44,7 +44,7 @@ class Phase:
 
     Args:
         lanes: active lanes of the phase.
-        words: bank -> distinct 4-byte word indices asked of it, ascending.
+        words: maps each bank to the distinct indices of 4-byte words that lanes need from it, ascending.
     """
 
     lanes: tuple[int, ...]
@@ -52,17 +52,17 @@ class Phase:
 
     @property
     def wavefronts(self) -> int:
-        """Distinct words of the fullest bank; 0 when no lane is active."""
+        """The largest number of distinct words that the phase needs from one bank; 0 if no lane is active."""
         return max((len(words) for words in self.words.values()), default=0)
 
 
 @dataclass(frozen=True)
 class BankReport:
-    """The phases of one warp access, from which its cost follows.
+    """The phases of one warp access, which decide how much it costs.
 
     Args:
         kind: one of `KINDS`.
-        width: bytes per address.
+        width: number of bytes per address.
         addresses: byte address per lane, None for an inactive lane.
         phases: the access's phases in order, except those without active lanes.
     """
@@ -90,7 +90,7 @@ class BankReport:
 
     @property
     def banks(self) -> tuple[int, ...]:
-        """How many of the 32 banks each phase reaches."""
+        """For each phase, how many of the 32 banks it uses."""
         return tuple(len(phase.words) for phase in self.phases)
 
     def describe(self) -> str:
@@ -132,8 +132,9 @@ def report(addresses: Addresses, width: int = 4, kind: str = "ld") -> BankReport
 
 
 def joins_phases(addresses: Sequence[int | None]) -> bool:
-    """Returns whether lanes share addresses in pairs: every lane n with lane ``n ^ 1``, or every lane n with lane
-    ``n ^ 2``. Pairs with an inactive lane do not count."""
+    """Returns whether lanes share addresses in pairs: every lane n with lane ``n ^ 1``, or every lane n with lane ``n ^
+    2``. Pairs with an inactive lane are ignored.
+    """
 
     def paired(mask: int) -> bool:
         for lane, address in enumerate(addresses):

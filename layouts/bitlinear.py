@@ -3,7 +3,7 @@
 An index of an n-bit domain is a column vector of bits; a map that XORs and moves bits is a matrix over F2. Every
 swizzle is such a map. So is every CuTe layout with power-of-two extents whose strides do not carry into each other. So
 are their compositions and inverses. Two maps with equal matrices agree on *all* indices: comparing matrices proves that
-two layouts are equal. (The idea is that of Triton's linear layouts.)
+two layouts are equal. (Triton's linear layouts use the same idea.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BitMap:
 
     @staticmethod
     def permutation(source: Sequence[int]) -> BitMap:
-        """Returns the map whose output bit ``source[i]`` is input bit i."""
+        """Returns the map that copies input bit ``source[i]`` to output bit i."""
         if sorted(source) != list(range(len(source))):
             raise ValueError(f"source is {list(source)}; want a permutation of 0..{len(source) - 1}")
         return BitMap(tuple(1 << bit for bit in source), len(source))
@@ -59,7 +59,7 @@ class BitMap:
         """Returns the map of a swizzle on ``bits``-bit offsets.
 
         Raises:
-            ValueError: the swizzle touches bits at or above ``bits``.
+            ValueError: the swizzle reads or changes bits at or above ``bits``.
         """
         reach = swizzle.base + abs(swizzle.shift) + swizzle.bits
         if swizzle.bits and reach > bits:
@@ -73,8 +73,8 @@ class BitMap:
         """Returns the map of a CuTe layout, swizzled or not, from flat coordinates to offsets.
 
         Raises:
-            ValueError: an extent is not a power of two; two strides share or carry into a bit; or the offset of a
-                swizzled layout is not zero: then the layout is not linear over F2.
+            ValueError: the layout is not linear over F2: an extent is not a power of two, two strides share or carry
+                into a bit, or the offset of a swizzled layout is not zero.
         """
         if isinstance(layout, ComposedLayout):
             if layout.offset or not isinstance(layout.outer, Swizzle):

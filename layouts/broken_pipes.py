@@ -12,7 +12,7 @@ Main = TypeVar("Main", bound=Callable[..., int])
 
 
 def ends_with_its_reader(main: Main) -> Main:
-    """Makes a program's `main` end quietly, with 0, once its output is no longer read."""
+    """Makes a program's `main` end without a message, and with status 0, when its output is no longer read."""
 
     @functools.wraps(main)
     def quiet(*arguments: Any) -> int:

@@ -1,10 +1,10 @@
 """Fast conversions of packed 8- and 4-bit numbers to fp16 and bf16: what they compute and in which order.
 
 Each conversion is an instruction sequence on one 32-bit register, executed bit by bit by `layouts.isa`. It has two
-phases. *Extraction* (prmt, lop3, shift) moves bits and mixes in constants: it is an affine map over F2. So its matrix,
-found from 32 unit vectors, holds for all 2**32 registers, and says which output lane depends on which input field.
-*Arithmetic* then acts on each lane alone, so trying all 256 or 16 codes of a field proves the value. The order in which
-elements must be stored is derived from the matrix, so that the lanes come out in order.
+phases. *Extraction* (prmt, lop3, shift) moves bits and mixes in constants: it is an affine map over F2. So its matrix
+is found from 32 unit vectors, but is true for all 2**32 registers. The matrix shows which output lane depends on which
+input field. *Arithmetic* then computes each lane separately, so trying all 256 or 16 codes of a field proves the value.
+The matrix decides in which order elements must be stored, so that the resulting lanes are in order.
 
 The sequences are those of FasterTransformer's interleaved converters (magic numbers 0x6400, 0x4300, 0x4B000000), their
 signed variants, and plain bit placement for FP8.
@@ -41,10 +41,11 @@ class Conversion:
         name: unique identifier.
         bits: width of a code.
         target: floating format of the result.
-        lane_bits: width of a lane after extraction (32 where arithmetic runs in fp32).
-        extract: register -> words of lanes; bit moves and constants only.
-        finish: words of lanes -> words of two 16-bit results; arithmetic on each lane alone.
-        value: code -> the number that it stands for; NaN for codes whose number the sequence does not preserve.
+        lane_bits: width of a lane after extraction (32 if arithmetic is in fp32).
+        extract: the function from a register to words of lanes. It only moves bits and adds constant bits.
+        finish: the function from words of lanes to words of two 16-bit results. It computes each lane separately.
+        value: the function from a code to the number that the code stands for; NaN for codes that the sequence does not
+            convert correctly.
         note: a remark for readers.
         lane_exponents: the conversion returns value * 2**lane_exponents[n] in lane n; whoever uses the results has to
             undo this factor. Default: no factors.
@@ -98,7 +99,7 @@ class Conversion:
         """Returns the result lane of each field of the register, the lowest field first.
 
         Raises:
-            ValueError: a field reaches no lane or several.
+            ValueError: no lane depends on a field, or several lanes do.
         """
         matrix, _ = self.extraction()
         found = []
@@ -131,7 +132,7 @@ class Conversion:
         return f"{self.name}: {counts} per {self.count} codes; stored order {order}. {self.note}".rstrip()
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves the order and the values of results; raises `ProofError` where they do not hold."""
+        """Proves the order and the values of results; raises `ProofError` if one of them is wrong."""
         return (self._verify_affine(), self._verify_independence(), self._verify_values())
 
     def _verify_affine(self) -> Proof:
@@ -240,8 +241,11 @@ def _bytes_to_subnormals(machine: Machine, x: np.ndarray) -> Words:
 
 def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> Callable[[Machine, Words], Words]:
     """Returns the arithmetic that scales subnormal numbers and subtracts half the range of codes. One multiply-add does
-    so exactly. factors: word i is multiplied by factor i modulo their number. minus_half: the addend. Factors and
-    addend are 16-bit patterns."""
+    both exactly.
+
+    factors: the factors, as 16-bit patterns. Word i is multiplied by factor i % len(factors). minus_half: the addend,
+    as a 16-bit pattern.
+    """
 
     def finish(machine: Machine, words: Words) -> Words:
         return [machine.fma2(word, factors[i % len(factors)], minus_half, form) for i, word in enumerate(words)]
@@ -253,7 +257,7 @@ def _less_half(factors: tuple[int, ...], minus_half: int, form: FloatFormat) -> 
 
 
 def _e2m1_to_bf16(machine: Machine, x: np.ndarray) -> Words:
-    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 8 to 6."""
+    """Moves the sign of each code to bit 15 of a bf16, and the code's exponent and mantissa to bits 8 to 6."""
     signs, rest = splat(0x8000), splat(0x01C0)
     words = []
     for pair in (*(machine.shl(x, place) for place in (12, 8, 4)), x):
@@ -269,8 +273,9 @@ def _times_two_to_126(machine: Machine, words: Words) -> Words:
 
 
 def _e4m3_to_bf16(machine: Machine, x: np.ndarray) -> Words:
-    """Moves the sign of each code to bit 15 of a bf16, its exponent and mantissa to bits 10 to 4. The first word has
-    the codes of bytes 0 and 2, the second those of bytes 1 and 3."""
+    """Moves the sign of each code to bit 15 of a bf16, and the code's exponent and mantissa to bits 10 to 4. The first
+    word has the codes of bytes 0 and 2, the second those of bytes 1 and 3.
+    """
     high = machine.shl(x, 8)
     pairs = [(high, machine.shl(x, 4)), (x, machine.shr(x, 4))]
     signs, rest = splat(0x8000), splat(0x07F0)

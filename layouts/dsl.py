@@ -1,7 +1,7 @@
 """Exact conversion between this package's layouts and live CuTe DSL objects.
 
-Import this module explicitly: it is the only one here that needs `cutlass`, and only inside a function that runs while
-a `cute.jit` function is being traced.
+Import this module explicitly. It is the only module of this package that needs `cutlass`. Its functions may be called
+only while a `cute.jit` function is being traced.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Which thread holds which element: operand and accumulator fragments of tensor-core instructions, ldmatrix, stmatrix.
+"""The thread that holds each element of a fragment: operands and accumulators of tensor-core instructions, ldmatrix,
+stmatrix.
 
-A `Fragment` is a thread-value layout in CuTe's convention: (thread, value) -> index into the operand tile, counted with
-the first extent of ``tile`` fastest. For A the tile is (M, K), for B (N, K), for C (M, N); for ldmatrix it is (column,
-row), that is the order of the 16-byte rows in memory. Value i of a thread is the i-th element of its registers, lowest
-bits first.
+A `Fragment` is a thread-value layout in CuTe's convention: it maps (thread, value) to an index into the operand tile,
+in which the first extent of ``tile`` is the fastest. For A the tile is (M, K), for B (N, K), for C (M, N); for ldmatrix
+it is (column, row), since rows of 16 bytes follow each other in memory. Value i of a thread is the i-th element of its
+registers, lowest bits first.
 
 The layouts are those of the PTX ISA's figures; tests compare them with CuTe DSL and with the PTX formulas.
 """
@@ -29,8 +30,8 @@ class Fragment:
     Args:
         name: unique identifier.
         tile: extents of the operand tile, fastest index first.
-        axes: names of those extents.
-        layout: (thread, value) -> tile index.
+        axes: the names of the extents of ``tile``.
+        layout: the layout from (thread, value) to the index into the tile.
         element_bits: width of an element.
         note: a remark for readers.
     """
@@ -64,7 +65,9 @@ class Fragment:
         return np.stack((flat % self.tile[0], flat // self.tile[0]), axis=-1)
 
     def owners(self) -> np.ndarray:
-        """Returns (thread, value) of each tile element, int64 [*tile, 2]; the fragment must cover its tile once."""
+        """Returns (thread, value) of each tile element, int64 [*tile, 2]. The fragment must have each element of its
+        tile exactly once.
+        """
         found = np.full((*self.tile, 2), -1, dtype=np.int64)
         for thread, row in enumerate(self.coordinates()):
             for value, (i, j) in enumerate(row):

@@ -1,4 +1,4 @@
-"""Bit-level models of the PTX instructions that fast number conversions are made of.
+"""Bit-level models of the PTX instructions that are used in fast number conversions.
 
 A `Machine` executes instructions on NumPy arrays of 32-bit words (one element per simulated thread) and counts them.
 Packed 16-bit arithmetic rounds once, to nearest even, from an exact result, and keeps subnormals, as the hardware does.
@@ -73,14 +73,15 @@ class Machine:
     """Executes and counts instructions.
 
     Args:
-        counts: executed instructions by mnemonic.
+        counts: the number of executed instructions, by mnemonic.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
 
     def prmt(self, a: np.ndarray, b: np.ndarray | int, selector: int) -> np.ndarray:
-        """Builds words from the bytes of a (numbers 0 to 3) and of b (4 to 7). Nibble i of ``selector`` is the number
-        of the byte that becomes byte i. Nibbles must be below 8."""
+        """Builds words from the eight bytes of a and b, which have the indices 0 to 3 (a) and 4 to 7 (b). Nibble i of
+        ``selector`` is the index of the byte that becomes byte i of the word. Nibbles must be below 8.
+        """
         self.counts["prmt"] += 1
         source = np.asarray(a, dtype=np.uint64) | np.asarray(b, dtype=np.uint64) << np.uint64(32)
         out = np.zeros(np.shape(a), dtype=np.uint32)
@@ -92,7 +93,9 @@ class Machine:
         return out
 
     def lop3(self, a: np.ndarray, b: np.ndarray | int, c: np.ndarray | int, table: int) -> np.ndarray:
-        """Applies a bitwise function to three words. table: the function's result for the bytes 0xF0, 0xCC and 0xAA."""
+        """Applies a bitwise function to three words. table: the function as one byte: its result for a = 0xF0, b = 0xCC
+        and c = 0xAA.
+        """
         self.counts["lop3"] += 1
         words = [np.asarray(word, dtype=np.uint32) for word in (a, b, c)]
         out = np.zeros(np.shape(a), dtype=np.uint32)
@@ -105,7 +108,7 @@ class Machine:
         return out
 
     def shr(self, a: np.ndarray, count: int) -> np.ndarray:
-        """Shifts words right by ``count`` bits, filling with zeros."""
+        """Shifts words right by ``count`` bits. The high bits become 0."""
         self.counts["shift"] += 1
         return np.asarray(a, dtype=np.uint32) >> np.uint32(count)
 

@@ -1,7 +1,8 @@
-"""Named warp accesses: the published INT4 attention kernel's, this project's, and probes of the bank model.
+"""Named warp accesses: those of the published INT4 attention kernel, those of this project, and probes of the bank
+model.
 
-Every entry is data (lane -> byte address, width, kind) and can be counted (`Access.report`), drawn, or replayed on a
-GPU against the hardware's counters.
+Every entry is data: the byte address of each lane, a width and a kind. Its wavefronts can be counted (`Access.report`),
+it can be drawn, or it can be replayed on a GPU and compared with the hardware's counters.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def _halves(element: Callable[[int], int]) -> tuple[int, ...]:
 
 
 def _int4_row_accesses() -> list[Access]:
-    """Returns reads of INT4 rows (head_dim 128) as they lie after a bulk copy: 68 bytes with 1 group, 80 bytes with 4
-    groups."""
+    """Returns reads of INT4 rows (head_dim 128) as a bulk copy writes them: rows of 68 bytes with 1 group, rows of 80
+    bytes with 4 groups.
+    """
     return [
         Access("int4_g1_row_per_lane", "lane = token, one word of codes", 4, "ld", _words(lambda t: 17 * t + 1)),
         Access("int4_g1_header", "lane = token, scale and shift", 4, "ld", _words(lambda t: 17 * t)),

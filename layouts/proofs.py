@@ -1,7 +1,7 @@
-"""What a self-check reports: a claim, how it was established, and on how many cases.
+"""What a self-check returns: a claim, how it was proved, and for how many cases.
 
-Every object of this package has a ``verify()`` that returns `Proof` records or raises `ProofError`; the command line
-walks the registry and prints them, so nothing in this package claims more than it can show.
+Every object of this package has a ``verify()`` that returns `Proof` records or raises `ProofError`; The command line
+prints the proofs of all objects in the registry.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ METHODS = ("exhaustive", "matrix", "symbolic", "sampled")
 
 
 class ProofError(AssertionError):
-    """A claim that a transform or format makes about itself does not hold."""
+    """The error for a claim of a transform or format about itself that is not true."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One established claim.
+    """One proved claim.
 
     Args:
-        claim: what holds, in one sentence.
+        claim: the claim, in one sentence.
         method: one of `METHODS`.
-        cases: how many inputs or coordinates the claim was established on.
+        cases: the number of inputs or coordinates for which the claim was proved.
     """
 
     claim: str
@@ -40,7 +40,7 @@ class Proof:
 
 
 def prove(holds: bool, claim: str, method: str, cases: int) -> Proof:
-    """Returns the `Proof` of a claim; raises `ProofError`, naming the claim, if it does not hold."""
+    """Returns the `Proof` of a claim; raises `ProofError`, naming the claim, if it is not true."""
     if not holds:
         raise ProofError(f"not so: {claim}")
     return Proof(claim, method, int(cases))

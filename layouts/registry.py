@@ -1,4 +1,4 @@
-"""Everything this package knows by name: each entry can be described, verified and drawn."""
+"""All objects of this package that have names. Each entry can be described, verified and drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Entry:
 
     Args:
         name: the object's unique name.
-        kind: the heading under which lists have the entry.
+        kind: the heading under which the entry is listed.
         subject: the object itself.
         summary: a description in one line.
         verify: a function that proves the object's claims, or raises `ProofError`.
@@ -130,8 +130,9 @@ def _transforms() -> Iterator[Entry]:
 
 
 def _row_permutation_proofs(bits: int, arch: int, activation_bits: int) -> tuple[Callable[[], Proof], ...]:
-    """Returns the proofs about step S1: that it is right where ldmatrix feeds mma.sync, or that Volta does not need it.
-    For other architectures there are none."""
+    """Returns the proofs about step S1: that step S1 is right if ldmatrix loads for mma.sync, or that Volta does not
+    need step S1. There are no proofs for other architectures.
+    """
     recipe = fastertransformer.ARCHITECTURES[arch]
     if recipe == "interleaved":
         return (partial(operand.prove_row_permutation, bits, activation_bits),)

@@ -1,9 +1,9 @@
-"""Offline transforms as values: a reordering of packed elements plus a constant flipped into each of them.
+"""Offline transforms as values: a reordering of packed elements, with a constant that is XORed into each element.
 
-A `Transform` says which source element goes to which destination, and how elements are stored. It has a bijective CuTe
-layout, so composition, inverse and equality are exact and cost nothing. It applies itself to NumPy arrays and torch
-tensors at memory speed (`layouts.wordshuffle`). The flip covers the change from signed to biased elements: adding 8 to
-a 4-bit or 128 to an 8-bit two's complement number inverts its top bit.
+A `Transform` says which source element goes to which destination, and how elements are stored. It is described by a
+bijective CuTe layout, so composition, inverse and equality are exact and cheap. It applies itself to NumPy arrays and
+torch tensors at memory speed (`layouts.wordshuffle`). The constant is called the flip. It changes signed elements to
+biased elements: adding 8 to a 4-bit or 128 to an 8-bit two's complement number inverts its top bit.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Transform:
     """A bijection of packed arrays: ``out[i] = in[source(i)] ^ flip`` over element indices i.
 
     Arrays hold elements of ``bits`` bits in row-major order. Two 4-bit elements share a byte, the even one in the low
-    nibble, so the last extent of their packed array is half that of its shape. Leading dimensions (experts) are
-    batches.
+    nibble, so the last extent of their packed array is half that of its shape. Leading dimensions, such as experts, are
+    batch dimensions.
 
-    Equality compares what a transform does (modes, bits, flip and shapes), not its name.
+    Two transforms are equal if modes, bits, flip and shapes are equal. Their names may differ.
 
     Args:
-        name: for people.
+        name: a name for readers.
         bits: element width, 4 or 8.
-        in_shape: extents in elements of one source array.
-        out_shape: extents in elements of one destination array.
+        in_shape: the extents of one source array, in elements.
+        out_shape: the extents of one destination array, in elements.
         modes: (extent, stride) of the layout from destination to source index, fastest first, canonical.
         flip: constant that is XORed into every element.
     """
@@ -114,8 +114,8 @@ class Transform:
             A new array [..., *storage_shape(out_shape)] of the same kind and dtype.
 
         Raises:
-            TypeError: not an int8 or uint8 array.
-            ValueError: the trailing extents are not those of in_shape.
+            TypeError: x is not an int8 or uint8 array.
+            ValueError: the trailing extents of x are not ``storage_shape(in_shape)``.
         """
         if isinstance(x, np.ndarray):
             return self(torch.from_numpy(np.require(x, requirements=("C", "W")))).numpy()
@@ -146,7 +146,7 @@ class Transform:
         """Returns this transform followed by ``after``.
 
         Raises:
-            ValueError: ``after`` takes another shape or element width.
+            ValueError: ``after`` needs a different shape or element width.
         """
         if after.bits != self.bits or after.in_shape != self.out_shape:
             wanted, got = f"{after.bits}-bit {after.in_shape}", f"{self.bits}-bit {self.out_shape}"
@@ -156,7 +156,7 @@ class Transform:
         return Transform.from_layout(name, source, self.bits, self.in_shape, after.out_shape, self.flip ^ after.flip)
 
     def reshaped(self, in_shape: tuple[int, ...] | None = None, out_shape: tuple[int, ...] | None = None) -> Transform:
-        """Returns the same reordering of elements between arrays of other extents."""
+        """Returns the same reordering of elements, between arrays with other extents."""
         return Transform(
             self.name, self.bits, in_shape or self.in_shape, out_shape or self.out_shape, self.modes, self.flip
         )
@@ -182,9 +182,9 @@ class Transform:
         )
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves that the transform does what its layout says; raises `ProofError` where it does not.
+        """Proves that the transform reorders elements according to its layout; raises `ProofError` if it does not.
 
-        The bytes are compared with a gather through all offsets of the layout, so use a modest shape.
+        All elements are compared with elements that are read at the layout's offsets, so use a small shape.
         """
         identity = Transform.identity(self.bits, self.in_shape)
         proofs = [

@@ -4,11 +4,11 @@ A packed array of 4- or 8-bit elements is a sequence of machine words. Write the
 digits address elements inside a word. Any reordering of digits then splits into
 
 1. one permutation of whole words (a strided copy),
-2. *exchanges*: an index digit inside the word trades places with one outside it, by masked XOR of two words,
-3. *delta swaps*: two digits inside the word trade places, by masked XOR of a word with itself shifted.
+2. *exchanges*: a digit inside the word and a digit outside it change places, by masked XOR of two words,
+3. *delta swaps*: two digits inside the word change places, by masked XOR of a word with the shifted word.
 
-At most log2(elements per word) exchanges and as many swaps are needed, so the cost per byte does not depend on how
-scattered the elements are. (Exchanges and delta swaps are the classic bit-matrix transposition steps, Knuth 7.1.3.)
+At most log2(elements per word) exchanges and as many swaps are needed, so the cost per byte is almost the same for all
+reorderings. (Exchanges and delta swaps are the classic bit-matrix transposition steps, Knuth 7.1.3.)
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class ShufflePlan:
 
 
 def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
-    """Returns the plan that moves the widest possible words. modes: those of the map from destination index to source
-    index, fastest first.
+    """Returns the plan that moves the widest possible words.
+
+    modes: the modes of the map from destination index to source index, fastest first.
 
     Raises:
-        ValueError: not even single bytes can be moved (an odd extent splits a byte of two elements).
+        ValueError: not even single bytes can be moved, since an odd extent splits a byte with two elements.
     """
     for word_bits in WORD_DTYPES:
         if word_bits >= element_bits:
@@ -70,8 +71,9 @@ def make_plan(modes: Modes, element_bits: int) -> ShufflePlan:
 
 
 def _split(modes: Modes, per_word: int) -> list[Digit] | None:
-    """Returns the modes as digits, fastest first, cut so that digits inside a source or destination word are binary.
-    Returns None if that is impossible."""
+    """Returns the modes as digits, fastest first. Modes are split so that all digits inside a source or destination
+    word are binary. Returns None if that is impossible.
+    """
     digits: list[Digit] = []
     position = 1
     pending = [Digit(extent, stride) for extent, stride in reversed(modes)]
@@ -125,7 +127,7 @@ def _plan(digits: list[Digit], word_bits: int, element_bits: int) -> ShufflePlan
 
 
 def sorted_inside(digits: Sequence[Digit], per_word: int) -> list[Digit]:
-    """Returns the digits that count the elements within a source word, fastest first."""
+    """Returns the digits of an element's index within a source word, fastest first."""
     return sorted((d for d in digits if d.stride < per_word), key=lambda d: d.stride)
 
 
@@ -179,7 +181,8 @@ def execute(plan: ShufflePlan, data: torch.Tensor, size: int, flip: int = 0) -> 
 
 
 def _stage(source: torch.Tensor) -> torch.Tensor | None:
-    """Copies ``source``, on a CPU, into a buffer that keeps its whole cache lines together; None if there is no need.
+    """Copies ``source``, on a CPU, into a buffer in which each of its cache lines stays contiguous; None if no copy is
+    needed.
 
     Without this copy, a transposed source that is read in the order of the target costs one cache miss per word.
     """
@@ -192,7 +195,7 @@ def _stage(source: torch.Tensor) -> torch.Tensor | None:
 
 
 def _source_run(source: torch.Tensor) -> list[int]:
-    """Returns the axes that make up a cache line of contiguous source words, slowest first."""
+    """Returns the axes that together form a cache line of contiguous source words, slowest first."""
     run: list[int] = []
     words = 1
     for axis in sorted(range(source.ndim), key=source.stride):
@@ -208,8 +211,8 @@ def _source_run(source: torch.Tensor) -> list[int]:
 
 
 def _chunks(source: torch.Tensor, whole: set[int]) -> Iterator[tuple[slice, ...]]:
-    """Yields the index tuples of parts that fit a CPU cache and read whole cache lines. On a GPU there is one part, the
-    whole.
+    """Yields the index tuples of parts that fit a CPU cache and read whole cache lines. On a GPU, the only part is the
+    whole source.
 
     Args:
         source: words in the order of the destination.
@@ -243,7 +246,7 @@ def _lane_mask(plan: ShufflePlan, places: list[int], element: int | None = None)
 
 
 def _exchange(words: torch.Tensor, axis: int, place: int, plan: ShufflePlan) -> None:
-    """Exchanges the binary digit of ``axis`` with digit ``place`` inside the word; changes ``words``."""
+    """Exchanges the binary digit of ``axis`` with the digit ``place`` inside the word. Changes ``words``."""
     per_word = plan.word_bits // plan.element_bits
     shift = (1 << place) * plan.element_bits
     low_places = [i for i in range(per_word) if not i >> place & 1]
@@ -262,8 +265,9 @@ def _exchange(words: torch.Tensor, axis: int, place: int, plan: ShufflePlan) -> 
 
 
 def _word_pairs(words: torch.Tensor, axis: int) -> torch.Tensor | None:
-    """Returns the two words along ``axis`` as one 64-bit number, the low word first; None unless they are neighbours in
-    memory."""
+    """Returns the two words along ``axis`` as one 64-bit number, the low word first; None if they are not neighbours in
+    memory.
+    """
     others = [words.stride(i) for i in range(words.ndim) if i != axis and words.shape[i] > 1]
     odd = any(stride % 2 for stride in others) or words.storage_offset() % 2
     if words.dtype != torch.int32 or words.stride(axis) != 1 or odd:

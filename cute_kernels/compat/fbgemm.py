@@ -12,7 +12,7 @@ is all that a caller changes. The arguments and results correspond as follows:
 | uint8 cache, kv_cache_quant_num_groups groups | kv_format "int4_g1", "int4_g2", "int4_g4" or "int4_g8" |
 | bf16 cache | kv_format "bf16" |
 | second output: per split, sum over its tokens of exp(score - max) * v | split_out * split_sum: not normalised |
-| third output: [:, 0] greatest scaled score, [:, 1] sum of exp(score - max), both per split | split_max, split_sum |
+| third output: [:, 0] largest scaled score, [:, 1] sum of exp(score - max), both per split | split_max, split_sum |
 
 So, as with FBGEMM, O = sum_s w_s out_s / sum_s w_s sum_s with w_s = exp(max_s - max over splits).
 
@@ -24,7 +24,7 @@ On a GPU the second and third output differ from FBGEMM's; O and the combination
 
 * Tiles of tokens are assigned to the splits in turn. FBGEMM's splits have ceil(length / num_split_ks) consecutive
   tokens each. So a split's output belongs to other tokens than FBGEMM's. CPU tensors are split as by FBGEMM.
-* `max` is the number that was subtracted from the split's scores before exp, not always the greatest scaled score: it
+* `max` is the number that was subtracted from the split's scores before exp, not always the largest scaled score: it
   may be a few units less, and with INT4 rows it includes the logarithm of V's scales. `sum` and the split's output
   are relative to it.
 """

@@ -170,8 +170,10 @@ def _format_of(q: torch.Tensor) -> Any:
 
 
 def _refuse(**given: tuple[Any, Any]) -> None:
-    """Raises ValueError for an unsupported argument. given: for each argument's name, (its value, the only supported
-    value)."""
+    """Raises ValueError for an unsupported argument.
+
+    given: maps each argument's name to (its value, the only supported value).
+    """
     for name, (value, wanted) in given.items():
         if (value is not None) if wanted is None else value != wanted:
             came = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)

@@ -49,7 +49,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """FlashMLA's schedule object. Calls that share it must have the configuration of the first such call.
+    """FlashMLA's schedule object. All calls that share the object must have the same configuration.
 
     Both tensors are always None: each call makes a schedule of its own.
     """
@@ -75,7 +75,7 @@ class FlashMLASchedMeta:
     num_splits: torch.Tensor | None = None
 
     def hold(self, config: Config) -> None:
-        """Keeps the first call's configuration; raises ValueError if a later call has another configuration."""
+        """Keeps the first call's configuration. Raises ValueError if a later call has a different configuration."""
         if self.config is None:
             self.config, self.have_initialized = config, True
             return
@@ -121,15 +121,16 @@ def flash_mla_with_kvcache(
         block_table: int32 [b, max_num_blocks_per_seq]; ignored with indices.
         cache_seqlens: int32 [b]; ignored with indices.
         head_dim_v: 512.
-        tile_scheduler_metadata: from `get_mla_metadata`; one object serves calls of one configuration.
+        tile_scheduler_metadata: from `get_mla_metadata`; calls that share one object must have the same configuration.
         num_splits: None.
         softmax_scale: default head_dim ** -0.5.
-        causal: whether queries see no later tokens; False with indices.
+        causal: whether queries do not see later tokens; False with indices.
         is_fp8_kvcache: whether k_cache holds FP8 tokens.
-        indices: int32 [b, s_q, topk], block * page_block_size + offset, -1 for none.
+        indices: int32 [b, s_q, topk]: block * page_block_size + offset, or -1 for no token.
         attn_sink: fp32 [h_q]: out is multiplied by exp(lse) / (exp(lse) + exp(attn_sink)).
         extra_k_cache, extra_indices_in_kvcache: a second cache, and indices into it, in the form of the first.
-        topk_length, extra_topk_length: int32 [b]: how many of a request's indices count, from the first one on.
+        topk_length, extra_topk_length: int32 [b]: for each request, the number of indices that are used, from the first
+            index on.
 
     Returns:
         out [b, s_q, h_q, 512] in q's dtype, lse fp32 [b, h_q, s_q], natural log. A query that sees nothing has out 0
@@ -190,15 +191,15 @@ def flash_mla_sparse_fwd(
     Args:
         q: bf16 [s_q, h_q, d_qk], d_qk 576 or 512, the last dimension contiguous.
         kv: bf16 [s_kv, 1, d_qk], the last dimension contiguous.
-        indices: int32 [s_q, 1, topk]; -1, or s_kv and above, for none.
-        sm_scale: multiplies the scores.
+        indices: int32 [s_q, 1, topk]; -1, or s_kv and above, for no token.
+        sm_scale: the factor of the scores.
         d_v: 512.
         attn_sink: fp32 [h_q], as for `flash_mla_with_kvcache`.
-        topk_length: int32 [s_q]: how many of a query's indices count, from the first one on.
+        topk_length: int32 [s_q]: for each query, the number of indices that are used, from the first index on.
 
     Returns:
-        out [s_q, h_q, 512] in q's dtype; the greatest scaled scores, fp32 [s_q, h_q]; lse, fp32 [s_q, h_q]. A query
-        that sees nothing has the greatest score -inf and lse +inf.
+        out [s_q, h_q, 512] in q's dtype; the largest scaled scores, fp32 [s_q, h_q]; lse, fp32 [s_q, h_q]. A query that
+        sees nothing has the largest score -inf and lse +inf.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -230,7 +231,7 @@ def _dense(
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse [b, s_q, h_q]); each head of the cache serves h_q / h_k neighbouring heads of q."""
+    """Returns (out, lse [b, s_q, h_q]). Each head of the cache belongs to h_q / h_k neighbouring heads of q."""
     if block_table is None or cache_seqlens is None:
         name = "block_table" if block_table is None else "cache_seqlens"
         raise ValueError(f"{name}: got None without indices, want it for dense attention")
@@ -277,7 +278,9 @@ def _sparse(
 
 
 def _format_of(q: torch.Tensor, is_fp8: bool) -> str:
-    """Returns the name of the cache's format. FlashMLA tells formats apart by q's columns and dtype."""
+    """Returns the name of the cache's format. As in FlashMLA, the format depends on the number of columns and the dtype
+    of q.
+    """
     if is_fp8:
         return "mla_fp8" if q.shape[-1] == 576 else "mla_model1"
     return "mla_fp16" if q.dtype == torch.float16 else "mla_bf16"

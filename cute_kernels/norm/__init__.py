@@ -63,19 +63,19 @@ def rms_norm(
     weight_offset), computed in fp32 and rounded once.
 
     Args:
-        x: bf16 or fp16 [..., n]; n a multiple of 8 up to 16384. Rows may lie any multiple of 16 bytes apart, as in a
-            slice of a wider tensor.
+        x: bf16 or fp16 [..., n]; n a multiple of 8 up to 16384. The distance between rows may be any multiple of 16
+            bytes, as in a slice of a wider tensor.
         weight: [n], in x's dtype or fp32.
         residual: as x, or None.
-        eps: added to the mean square; at least 0.
-        weight_offset: added to the weight: 1 for Gemma, whose checkpoints hold weight - 1.
+        eps: the number that is added to the mean square; at least 0.
+        weight_offset: the number that is added to the weight; 1 for Gemma, whose checkpoints hold weight - 1.
         out: the tensor for y: contiguous, with x's shape and dtype. It may be x itself.
         residual_out: the tensor for s, with a residual: contiguous, with x's shape and dtype. It may be ``residual`` or
             x.
         order: int32 [n], a permutation of 0 to n - 1: y[..., i] is y[..., order[i]] of a call without ``order``. Pass
-            `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. Values are checked on the
-            CPU, and with CUTE_KERNELS_DEBUG=1 in the environment at import. Otherwise wrong values make a GPU read
-            outside the row.
+            `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. The values are checked for
+            CPU tensors; for GPU tensors only with CUTE_KERNELS_DEBUG=1 in the environment at import. Unchecked wrong
+            values make a GPU read outside the row.
         input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass
             `PackedWeight.input_scale`, and the layer need not multiply. If all of the layer's order and scale are
             applied here, call the layer with ``replace(weight, perm=None, input_scale=None)``.
@@ -84,8 +84,8 @@ def rms_norm(
     that is launched right before must not write them.
 
     Returns:
-        y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and no row's result
-        depends on the others.
+        y [..., n] in x's dtype; with a residual (y, s). Equal inputs give bitwise equal outputs, and the result of a
+        row does not depend on other rows.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

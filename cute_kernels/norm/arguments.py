@@ -1,9 +1,17 @@
-"""The launch arguments of the norm kernels; no other module lists them.
+"""The launch arguments of the norm kernels. Arguments that a configuration does not use are not read.
 
-Tensor: out [rows, n], of the configuration's dtype. Addresses, multiples of 16 bytes: x and residual, whose rows are
-x_stride and residual_stride elements apart; total [rows, n], the tensor for their sum; weight and bias [n]. Arguments
-that a configuration does not use are not read. inverse_n: 1 / n. For a layer's inputs (`NormConfig.inputs`) there are
-also order, int32 [n], and factors [n] in x's dtype.
+| argument | type | contents |
+|---|---|---|
+| out | tensor | the results [rows, n], in the configuration's dtype |
+| x, residual | addresses | rows that are x_stride and residual_stride elements apart |
+| total | address | [rows, n], where the sum of x and residual is stored |
+| weight, bias | addresses | [n] |
+| inverse_n | number | 1 / n |
+| eps, weight_offset | numbers | as in the call |
+| order | address | int32 [n], only with `NormConfig.inputs` |
+| factors | address | [n] in x's dtype, only with `NormConfig.inputs` |
+
+Addresses are multiples of 16 bytes.
 """
 
 from __future__ import annotations

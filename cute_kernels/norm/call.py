@@ -102,8 +102,9 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _check_places(call: NormCall) -> None:
-    """Raises ValueError if results overlap with each other or with an input. A result may lie exactly where x or
-    residual lies."""
+    """Raises ValueError if results overlap with each other or with an input. A result may have exactly the memory of x
+    or residual.
+    """
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
     if len(outputs) == 2:
         check_apart("residual_out", outputs["residual_out"], {"out": outputs["out"]})

@@ -21,10 +21,15 @@ USUAL_THREADS = 512  # of a CTA where that is enough: 2 or more CTAs then share 
 class NormConfig:
     """One compiled variant; a CTA takes one row and keeps it in registers.
 
-    kind: "rms" or "layer". dtype: of x. threads: of a CTA. vectors: of 16 bytes that a thread holds. has_residual:
-        whether a residual is added first and the sum stored. has_bias: whether there is a bias, for "layer" alone.
-        weight_dtype: of weight and bias, "fp32" or x's "own". inputs: the steps that make results the inputs of a
-        quantised layer, one of `INPUTS`.
+    Attributes:
+        kind: "rms" or "layer".
+        dtype: the dtype of x.
+        threads: the number of threads of a CTA.
+        vectors: the number of vectors of 16 bytes that a thread holds.
+        has_residual: whether a residual is added first and the sum is stored.
+        has_bias: whether there is a bias; only for "layer".
+        weight_dtype: the dtype of weight and bias: "fp32", or "own" for that of x.
+        inputs: the steps that turn results into the inputs of a quantised layer, one of `INPUTS`.
     """
 
     kind: str
@@ -45,7 +50,7 @@ class NormConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of the longest row that the kernel supports."""
+        """The number of columns of the longest row that the kernel supports."""
         return self.threads * self.vectors * VECTOR
 
     @property
@@ -54,8 +59,9 @@ class NormConfig:
 
     @property
     def asks_early(self) -> bool:
-        """Whether weights are loaded before the wait for the previous kernel. They are if registers can hold both
-        weights and a row."""
+        """Whether weights are loaded before the wait for the previous kernel. This is so if registers can hold both the
+        weights and a row.
+        """
         return self.vectors * (1 + self.has_bias) * (1 + self.fp32_weight) <= 4
 
     @property

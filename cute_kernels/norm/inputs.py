@@ -1,8 +1,8 @@
 """`LayerInputs`, which scales and permutes the inputs of a quantised layer in the launch of the norm before the layer.
 
 A separate launch would have to wait for the norm and load its results again. Order and factors belong to the layer's
-weight, so they are loaded before the wait for the previous kernel. A row is permuted in shared memory, which is fast at
-scattered elements of two bytes.
+weight, so they are loaded before the wait for the previous kernel. A row is permuted in shared memory, where access to
+scattered elements of two bytes is fast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class LayerInputs:
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
         """Starts loading order (eight words) and factors (four words) for each vector at ``places``. Returns (orders,
-        factors), one list of words for each vector; a part that the configuration lacks is empty."""
+        factors), each with one list of words for each vector. If the configuration has no order or no factors, its list
+        is empty.
+        """
         # Not as constant memory: ptxas moves such loads after the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []
         return orders, [self.load(factors + Int64(place) * 2, (0,)) for place in places] if self.config.scaled else []
@@ -55,9 +57,14 @@ class LayerInputs:
         return [word for at in offsets for word in ptx.load_global_words(start, at, 4, constant=False)]
 
     def make(self, vectors, columns, asked, memory) -> list[Any]:
-        """Scales and permutes a row. Returns the result's vectors at ``columns``; products are rounded to the row's
-        dtype. vectors: the norm's results at ``columns``. asked: the result of `ask`. memory: shared memory of
-        `shared_bytes`."""
+        """Scales and permutes a row. Returns the result's vectors at ``columns``. Products are rounded to the row's
+        dtype.
+
+        Args:
+            vectors: the norm's results at ``columns``.
+            asked: the result of `ask`.
+            memory: shared memory of `shared_bytes`.
+        """
         orders, factors = asked
         if factors:
             vectors = [self.times(vector, words) for vector, words in zip(vectors, factors, strict=True)]
@@ -75,7 +82,8 @@ class LayerInputs:
         return self.pack([value * factor for value, factor in pairs])
 
     def gather(self, room, places) -> list[Any]:
-        """Loads the row's elements with numbers ``places`` from shared memory. Returns them as a vector of packed
-        pairs."""
+        """Loads the row's elements with the indices ``places`` from shared memory. Returns them as a vector of packed
+        pairs.
+        """
         halves = [ptx.load_shared_part(room + Int32(place) * 2, 0, 2) for place in places]
         return [ptx.prmt(halves[i], halves[i + 1], Uint32(LOW_HALVES)) for i in range(0, VECTOR, 2)]

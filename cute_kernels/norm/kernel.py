@@ -150,7 +150,7 @@ class NormKernel:
 
     @cute.jit
     def store(self, start, element, columns, vectors, n):
-        """Stores a thread's vectors of a row, except vectors past the row's end."""
+        """Stores a thread's vectors of a row, except vectors beyond the row's end."""
         for column, words in zip(columns, vectors, strict=True):
             if column < n:
                 ptx.store_global(start + (element + column) * 2, words)

@@ -64,7 +64,7 @@ def _may_meet(call: NormCall) -> bool:
     """Returns whether a given output may overlap with another tensor of the call: both share a storage. Such calls are
     always checked, since a plan's key cannot say whether tensors overlap.
 
-    An output that replaces a whole x or residual does not count.
+    This does not include an output that replaces a whole x or residual.
     """
     if call.out is None and call.residual_out is None:
         return False

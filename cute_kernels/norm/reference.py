@@ -8,7 +8,9 @@ from cute_kernels.norm.call import NormCall
 
 
 def norm_reference(call: NormCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (y, sum) of a checked call as new tensors in x's dtype. sum: x plus the residual; None without one."""
+    """Returns (y, sum) of a checked call as new tensors in x's dtype. The sum is x plus the residual; None without a
+    residual.
+    """
     total = None if call.residual is None else call.x + call.residual
     values = (call.x if total is None else total).float()
     if call.kind == "layer":

@@ -1,7 +1,7 @@
 """Layouts as pictures: value grids, thread-value maps, bank heat maps, permutations, registers bit by bit, byte maps.
 
 `layouts.draw.figures` turns an object of this package into a `Figure` (plain data); `save` writes it as SVG or as a
-self-contained HTML page whose cells tell coordinate, thread, value, bank and byte on hover.
+self-contained HTML page, where hovering over a cell shows coordinate, thread, value, bank and byte.
 """
 
 from layouts.draw.figure import Cell, Figure, Panel

@@ -1,4 +1,4 @@
-"""The parts of a picture as data, independent of how it is rendered, and the colours that tell its cells apart."""
+"""The parts of a picture as data, independent of how it is rendered, and the colours of its cells."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ class Cell:
     """One box of a grid.
 
     Args:
-        row: grid row, from the top.
-        column: grid column, from the left.
-        text: lines inside the box, separated by newlines.
-        color: fill as ``#rrggbb``.
-        facts: what hovering shows, in order.
-        span: columns that the box covers.
-        group: cells of equal group light up together on hover; empty for none.
+        row: index of the grid row, from the top.
+        column: index of the grid column, from the left.
+        text: the lines inside the box, separated by newlines.
+        color: the fill colour as ``#rrggbb``.
+        facts: the lines that hovering shows, in order.
+        span: the number of columns that the box covers.
+        group: the name of a group of cells. Hovering over one cell highlights all cells of its group; empty for no
+            group.
     """
 
     row: int
@@ -35,11 +36,11 @@ class Panel:
     """A grid of cells with labels.
 
     Args:
-        title: above the grid.
-        cells: the boxes.
-        row_labels: left of the grid, top first; may be empty.
-        column_labels: above the columns; may be empty.
-        note: below the grid.
+        title: the text above the grid.
+        cells: the boxes of the grid.
+        row_labels: the labels left of the grid, top first; may be empty.
+        column_labels: the labels above the columns; may be empty.
+        note: the text below the grid.
     """
 
     title: str
@@ -64,10 +65,10 @@ class Figure:
     """Panels one above the other, or side by side.
 
     Args:
-        title: of the picture.
-        panels: from top to bottom, or from left to right.
-        caption: what to see in it.
-        across: panels side by side.
+        title: the title of the picture.
+        panels: the panels, from top to bottom or from left to right.
+        caption: a text that says what the picture shows.
+        across: whether panels are side by side.
     """
 
     title: str
@@ -77,7 +78,9 @@ class Figure:
 
 
 def hue(index: int, count: int, lightness: float = 0.85) -> str:
-    """Returns a light colour for kind ``index`` of ``count`` kinds, far from the colours of neighbouring kinds."""
+    """Returns a light colour for the kind with index ``index`` among ``count`` kinds. Neighbouring kinds get very
+    different colours.
+    """
     # Steps of the golden ratio keep any run of indices apart; small counts are spaced evenly.
     position = index / count if count <= 8 else index * 0.618033988749895 % 1.0
     shade = lightness - 0.06 * (index % 3 if count > 8 else 0)
@@ -86,7 +89,9 @@ def hue(index: int, count: int, lightness: float = 0.85) -> str:
 
 
 def heat(value: int, top: int) -> str:
-    """Returns near-white for 0, light green for 1, then yellow to red as ``value`` rises to ``top``."""
+    """Returns a colour for a value: near-white for 0, light green for 1, then yellow to red as ``value`` rises to
+    ``top``.
+    """
     if value <= 0:
         return "#f7f7f7"
     if value == 1:

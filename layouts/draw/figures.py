@@ -21,13 +21,13 @@ WRAP = 16  # cells of five characters then fit a column of text
 
 
 def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: int = 2) -> Figure:
-    """Draws the offsets of a rank-2 layout (or of a flat one, as a single row), coloured by the bank that each falls
-    in.
+    """Draws the offsets of a layout of rank 2 (or of a flat layout, as a single row). The colour of an offset shows its
+    bank.
 
     Args:
-        layout: affine or swizzled.
-        title: default: the layout in CuTe notation.
-        element_bytes: bytes of an element, from which offsets in bytes and banks are computed.
+        layout: an affine or swizzled layout.
+        title: the picture's title; by default the layout in CuTe notation.
+        element_bytes: bytes of an element. They are needed to compute offsets in bytes, and banks.
     """
     shape = layout.shape
     rows = algebra.size(algebra.Layout(shape[0])) if isinstance(shape, tuple) and len(shape) > 1 else 1
@@ -48,7 +48,7 @@ def value_grid(layout: algebra.GeneralLayout, title: str = "", element_bytes: in
 
 
 def fragment_map(fragment: Fragment) -> Figure:
-    """Draws which thread and value hold each element of the tile; one colour per thread."""
+    """Draws which thread and value hold each element of the tile. Each thread has its own colour."""
     owners = fragment.owners()
     as_matrix = fragment.axes[0] in ("n", "column")
     cells = []
@@ -131,10 +131,10 @@ def permutation(transform: Transform, line: int | None = None, lines: int | None
     """Draws the source elements before and after a transform. Elements of one source row have one colour.
 
     Args:
-        transform: of a modest size; every element becomes a cell.
-        line: elements per line of the result; by default its last extent, at most `WRAP`.
-        lines: how many lines of the result are drawn, from the first on; default all. In the source, elements that are
-            not drawn in the result are white, and lines after the last drawn element are left out.
+        transform: the transform. It should be small, as every element becomes a cell.
+        line: elements per line of the result; by default the last extent of the result, at most `WRAP`.
+        lines: the number of lines of the result that are drawn, from the first on; by default all. In the source,
+            elements that are not drawn in the result are white, and lines after the last drawn element are left out.
     """
     rows, columns = (1, *transform.in_shape)[-2:]
     widths = min(columns, WRAP), line or min(transform.out_shape[-1], WRAP)
@@ -167,7 +167,7 @@ def permutation(transform: Transform, line: int | None = None, lines: int | None
 
 
 def register_bits(conversion: Conversion) -> Figure:
-    """Draws one register through a conversion: the stored elements, and where every bit of them lands."""
+    """Draws how one register is converted: the stored elements, and the positions to which each of their bits moves."""
     order = conversion.stored_order()
     count, bits = conversion.count, conversion.bits
     fields = []
@@ -221,8 +221,9 @@ def _extraction_panel(conversion: Conversion, order: tuple[int, ...], names: lis
 
 
 def scale_map(tile: WeightTile) -> Figure:
-    """Draws which thread loads each scale, for half of a tile's features, and below it the banks that the first warp's
-    load reaches."""
+    """Draws which thread loads each scale, for half of a tile's features. Below that it draws the banks from which the
+    first warp's load reads.
+    """
     cells, shown = [], TILE_N // 2  # the other warps load as these do
     for row in range(tile.rows):
         for feature in range(shown):

@@ -140,7 +140,9 @@ g.lit rect { stroke: #000; stroke-width: 2.2; }
 
 
 def to_html(figure: Figure) -> str:
-    """Draws the figure as a self-contained page: hover tells the facts and lights up the cells of the same group."""
+    """Draws the figure as a self-contained page. Hovering over a cell shows its facts and highlights the cells of its
+    group.
+    """
     title = html.escape(figure.title)
     return (
         f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
@@ -150,10 +152,10 @@ def to_html(figure: Figure) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes a figure; the suffix chooses ``.svg`` or ``.html``.
+    """Writes a figure as SVG or HTML, depending on the suffix ``.svg`` or ``.html``.
 
     Raises:
-        ValueError: another suffix.
+        ValueError: the suffix is neither of the two.
     """
     target = Path(path)
     writers = {".svg": to_svg, ".html": to_html}

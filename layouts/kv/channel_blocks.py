@@ -1,7 +1,7 @@
-"""INT4 keys with a scale and a shift for each channel of 32 tokens: KIVI's grid (Liu et al., 2024) in rows.
+"""INT4 keys, with a scale and a shift for each column of a block of 32 tokens, as in KIVI (Liu et al., 2024).
 
-A *block* is 32 tokens of one KV head. Its first position is a multiple of 32. The block's rows are written together,
-once its last token is there. :class:`ChannelBlocks` describes their bytes.
+A *block* is 32 tokens of one KV head. Its first position is a multiple of 32. All rows of a block are written at once,
+when its last token has come. :class:`ChannelBlocks` describes their bytes.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class ChannelBlocks(KvRow):
     Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, as in :class:`layouts.kv.int4.Int4Row`. The parameter words of a
     block's 32 rows, one row after the other, are one array of ``head_dim`` words. Its dimensions are [parameter p, unit
     u of 32 columns, r, run t of 8 columns]. Each word holds two fp16 scales (p = 0) or shifts (p = 1): that of column
-    32 u + 8 t + r in its low half, and that of column 32 u + 8 t + r + 4 in its high half. In attention, lane t of four
-    multiplies with these pairs. A row has as many bytes as one of ``int4_g<head_dim / 32>``.
+    32 u + 8 t + r in its low half, and that of column 32 u + 8 t + r + 4 in its high half. In attention, lane t of each
+    four lanes multiplies with these pairs. A row has as many bytes as a row of ``int4_g<head_dim / 32>``.
 
     Element (token, column) dequantises as ``q * scale + shift``. Per column of a block: ``shift = fp16(min)`` and
     ``scale = fp16((max - min) / 15)``, both rounded before ``q = clamp(round((x - shift) / scale), 0, 15)``, ties to
-    even. A scale of 0 gives codes of 0. Numbers are rounded to fp16 first, since a block's rows wait in 16 bits until
-    the block is full. Numbers beyond +-4094 saturate, and NaN counts as 0.
+    even. A scale of 0 gives codes of 0. Numbers are rounded to fp16 first, since a block's rows are kept in 16 bits
+    until the block is full. Numbers beyond +-4094 saturate, and NaN becomes 0.
 
     Error, for x in that range, with r = max - min of its column over the block::
 
         |x - x'| <= r / 30 + 2**-11 * (|x| + |min| + 1.2 r) + 2**-20
 
-    (half a step; the rounding of x, shift and scale; the fp16 subnormal spacing of both, times the steps it can reach).
+    (half a step; the rounding of x, shift and scale; the fp16 subnormal spacing of shift and scale, times the largest
+    number of steps).
 
     Args:
         head_dim: elements of a row, a multiple of 32.
@@ -73,12 +74,12 @@ class ChannelBlocks(KvRow):
 
     @property
     def header_words(self) -> int:
-        """Words of the block's parameters in each row."""
+        """Number of parameter words of the block in each row."""
         return self.head_dim // BLOCK_TOKENS
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The row's share of its block's scales and shifts, then the row's codes."""
+        """The row's part of its block's scales and shifts, then the row's codes."""
         header = 4 * self.header_words
         return (
             Field("parameters", "fp16", 0, header, "of the block: its rows' words are [scale or shift, unit, run, r]"),
@@ -86,7 +87,7 @@ class ChannelBlocks(KvRow):
         )
 
     def half_of(self, parameter: int, column: int) -> tuple[int, int]:
-        """Returns where the fp16 scale (0) or shift (1) of a column lies: (row of the block, byte of this row)."""
+        """Returns the position of the fp16 scale (0) or shift (1) of a column: (row of the block, byte of this row)."""
         unit, rest = divmod(column, UNIT_COLUMNS)
         run, place = divmod(rest, RUN_COLUMNS)
         word = ((parameter * (self.head_dim // UNIT_COLUMNS) + unit) * 4 + place % 4) * 4 + run
@@ -148,7 +149,7 @@ class ChannelBlocks(KvRow):
         return torch.stack((data & 0xF, data >> 4), -1).flatten(-2), scale, shift
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound that the class states, per element, float64 [..., tokens, head_dim]."""
+        """Returns the bound of the class's docstring for each element, float64 [..., tokens, head_dim]."""
         self.check_no_scale(scale)
         blocks = self._blocks(x.double(), "x")
         low, high = torch.aminmax(blocks, dim=-2, keepdim=True)
@@ -157,7 +158,7 @@ class ChannelBlocks(KvRow):
         return (extent / 30 + 2**-11 * rounding + 2**-20).flatten(-3, -2)
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raises unless x is a floating tensor [..., tokens, head_dim]."""
+        """Raises TypeError or ValueError unless x is a floating tensor [..., tokens, head_dim]."""
         super().check_input(x)
         if x.ndim < 2:
             raise ValueError(f"x has shape {tuple(x.shape)}; want [..., tokens, {self.head_dim}]")
@@ -175,7 +176,7 @@ class ChannelBlocks(KvRow):
     # -- proofs -------------------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves what `KvRow.verify` does, and that every parameter of a block has its own bytes."""
+        """Proves the claims of `KvRow.verify`, and that every parameter of a block has its own bytes."""
         return (*super().verify(), self._verify_parameters())
 
     def _verify_parameters(self) -> Proof:

@@ -56,7 +56,9 @@ class Fp8E5M2(KvRow):
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Converts uint8 rows [..., head_dim] to ``dtype`` [..., head_dim]; exact but for dtypes narrower than fp16."""
+        """Converts uint8 rows [..., head_dim] to ``dtype`` [..., head_dim]. The result is exact unless the dtype is
+        narrower than fp16.
+        """
         self.check_no_scale(scale)
         self.check_output_dtype(dtype)
         return self.unpack(rows)[0].to(dtype)
@@ -74,7 +76,7 @@ class Fp8E5M2(KvRow):
         return (reinterpret(rows, torch.float8_e5m2),)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound of the class's docstring for each element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         size = x.double().abs()

@@ -1,4 +1,4 @@
-"""The base class of KV-cache row formats, and `Field`, by which a format describes its bytes."""
+"""The base class of KV-cache row formats, and `Field`, which describes a part of a row's bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Field:
     Args:
         name: what the elements are.
         dtype: short element type: ``u4`` (two per byte, even index in the low nibble), ``s8``, ``fp16``, ``e4m3`` ...
-        offset: first byte inside the row.
+        offset: index of the first byte inside the row.
         num_bytes: length of the run in bytes.
-        note: one phrase for the reader.
+        note: a remark for readers.
     """
 
     name: str
@@ -41,7 +41,7 @@ class KvRow(abc.ABC):
     ``row_bytes`` bytes.
 
     All methods are vectorised over leading dimensions, work on CPU and CUDA tensors and never synchronise with the
-    host. Subclasses are frozen dataclasses, so equal formats compare and hash equal and can key compile caches.
+    host. Subclasses are frozen dataclasses. So formats can be compared, and can be keys of compile caches.
     """
 
     head_dim: int
@@ -54,7 +54,7 @@ class KvRow(abc.ABC):
     @property
     @abc.abstractmethod
     def fields(self) -> tuple[Field, ...]:
-        """Byte map of a row, in ascending order, without gaps."""
+        """The fields of a row, in ascending order, without gaps."""
 
     @property
     def row_bytes(self) -> int:
@@ -65,16 +65,17 @@ class KvRow(abc.ABC):
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
-        NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is for formats that
-        may get a scale from outside the row; other formats refuse it (`check_no_scale`).
+        NaN becomes 0 and numbers out of range saturate, so rows are finite for any input. ``scale`` is for formats
+        whose scale may be outside the row; other formats refuse it (`check_no_scale`).
         """
 
     @abc.abstractmethod
     def dequantize(
         self, rows: torch.Tensor, dtype: torch.dtype = torch.float32, scale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; float64 evaluates the stored numbers
-        exactly."""
+        """Converts uint8 rows [..., row_bytes] to ``dtype`` [..., head_dim]; in float64 the stored numbers are
+        exact.
+        """
 
     @abc.abstractmethod
     def pack(self, *parts: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ class KvRow(abc.ABC):
         range."""
 
     def describe(self) -> str:
-        """Describes the byte map as text, one line per field."""
+        """Describes the bytes of a row as text, one line per field."""
         lines = [f"{self.name}: {self.head_dim} elements in {self.row_bytes} bytes"]
         for field in self.fields:
             span = f"[{field.offset}, {field.end})"
@@ -98,7 +99,7 @@ class KvRow(abc.ABC):
         return "\n".join(lines)
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves the format's claims about itself; raises `ProofError` if a claim does not hold."""
+        """Proves the format's claims about itself; raises `ProofError` if a claim is not true."""
         return (self._verify_byte_map(), self._verify_bytes_round_trip(), self._verify_error_bound())
 
     def _verify_byte_map(self) -> Proof:
@@ -122,7 +123,7 @@ class KvRow(abc.ABC):
         return prove(holds, "|dequantize(quantize(x)) - x| <= error_bound(x)", "sampled", x.numel())
 
     def check_input(self, x: torch.Tensor) -> None:
-        """Raises unless x is a floating tensor [..., head_dim]."""
+        """Raises TypeError or ValueError unless x is a floating tensor [..., head_dim]."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is {type(x).__name__}; want a torch tensor [..., {self.head_dim}]")
         if x.dtype not in FLOATING:
@@ -171,7 +172,9 @@ def check_part(part: torch.Tensor, name: str, dtype: torch.dtype, width: int) ->
 
 
 def check_range(codes: torch.Tensor, low: int, high: int) -> None:
-    """Raises if a CPU tensor has codes outside [low, high]; a CUDA tensor is not read, since that would synchronise."""
+    """Raises if a CPU tensor has codes below ``low`` or above ``high``. A CUDA tensor is not read, since that would
+    synchronise.
+    """
     if codes.device.type == "cpu" and codes.numel() and (codes.min() < low or codes.max() > high):
         raise ValueError(f"codes span [{int(codes.min())}, {int(codes.max())}]; want [{low}, {high}]")
 
@@ -182,8 +185,9 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the bytes of the last dimension of x as another dtype; copies x where strides or alignment do not allow a
-    view."""
+    """Returns the bytes of the last dimension of x as another dtype. Copies x if its strides or alignment do not allow
+    a view.
+    """
     aligned = x.storage_offset() * x.element_size() % dtype.itemsize == 0
     if not x.is_contiguous() or x.stride(-1) != 1 or not aligned:
         x = x.new_empty(x.shape).copy_(x)
@@ -191,18 +195,19 @@ def reinterpret(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def working_precision(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in the precision quantisers compute in: float32, or float64 when x is float64."""
+    """Returns x in the precision in which quantisers compute: float64 if x is float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def finite(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """Returns x in working precision with NaN as 0 and everything else clamped to +-limit."""
+    """Returns x in working precision, with NaN as 0 and all other numbers clamped to +-limit."""
     return working_precision(x).nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
 
 
 def adversarial_rows(head_dim: int) -> torch.Tensor:
-    """Returns float32 rows that break careless quantisers: constants, outliers, tiny and large ranges, signed zeros,
-    ties."""
+    """Returns float32 rows for which a careless quantiser fails: constants, outliers, tiny and large ranges, signed
+    zeros, ties.
+    """
     gaussian = torch.randn(64, head_dim, generator=_generator())
     ramp = torch.linspace(-1, 1, head_dim)
     outlier = ramp.clone()

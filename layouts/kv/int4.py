@@ -1,6 +1,6 @@
 """INT4 KV-cache rows: asymmetric 4-bit codes with an fp16 scale and shift per group of columns.
 
-The byte format is that of the grouped-query INT4 attention kernels of FBGEMM, xFormers and MSLK.
+The grouped-query INT4 attention kernels of FBGEMM, xFormers and MSLK have the same byte format.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ MAX_CODE = 15
 class Int4Row(KvRow):
     """One row: ``num_groups`` pairs (fp16 scale, fp16 shift), then ``head_dim / 2`` bytes of codes.
 
-    Byte j of the codes is ``q[2j] | q[2j + 1] << 4``. Group g covers columns ``[g * group_size, (g + 1) * group_size)``
-    and dequantises as ``q * scale + shift``.
+    Byte j of the codes is ``q[2j] | q[2j + 1] << 4``. Group g has the columns from ``g * group_size`` to ``(g + 1) *
+    group_size - 1``, and dequantises as ``q * scale + shift``.
 
     Quantisation, per group: ``shift = fp16(min)``, ``scale = fp16((max - min) / 15)``, both rounded *before* the codes
-    ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even). So the codes are the best ones for the stored scale
-    and shift. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0. Then all
-    codes are 0 and the group dequantises to ``shift``.
+    ``q = clamp(round((x - shift) / scale), 0, 15)`` (ties to even). So the codes are the best codes for the stored
+    scale and shift. The scale is 0 for a constant group, and for a range below about 4.5e-7, which fp16 rounds to 0.
+    Then all codes are 0 and the group dequantises to ``shift``.
 
-    Before that, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the dequantised
-    row are finite for any input.
+    Before quantisation, numbers outside the fp16 range saturate to +-65504 and NaN becomes 0. So the header and the
+    dequantised row are finite for any input.
 
     Error, for x in the fp16 range, with r = max - min of its group::
 
         |x - x'| <= r / 30 + 2**-11 * (|min| + 1.1 r) + 2**-21
 
-    (half a step; the rounding of shift and scale; the fp16 subnormal spacing, times the 16 steps it can reach).
+    (half a step; the rounding of shift and scale; the fp16 subnormal spacing, times up to 16 steps).
 
     Args:
         head_dim: elements per row; even.
-        num_groups: groups per row; divides head_dim, with an even group size.
+        num_groups: groups per row. It must divide head_dim, and the group size must be even.
     """
 
     head_dim: int
@@ -81,7 +81,7 @@ class Int4Row(KvRow):
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Per group scale and shift, then the codes."""
+        """The scale and shift of each group, then the codes."""
         header = []
         for g in range(self.num_groups):
             columns = f"columns [{g * self.group_size}, {(g + 1) * self.group_size})"
@@ -91,7 +91,8 @@ class Int4Row(KvRow):
         return (*header, codes)
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes]; rounding and saturation as the class says.
+        """Converts floating [..., head_dim] to uint8 rows [..., row_bytes]; rounding and saturation are described in
+        the class's docstring.
 
         Raises:
             TypeError: x is not a floating tensor.
@@ -161,7 +162,7 @@ class Int4Row(KvRow):
         return codes, scale.contiguous(), shift.contiguous()
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound of the class's docstring for each element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         low, high = torch.aminmax(x.double().unflatten(-1, (self.num_groups, self.group_size)), dim=-1, keepdim=True)

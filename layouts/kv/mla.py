@@ -1,6 +1,8 @@
-"""Token formats of multi-head latent attention: DeepSeek-V3.2's 656 bytes, the 584 bytes of FlashMLA's MODEL1, 16 bits.
+"""Token formats of multi-head latent attention: 656 bytes as in DeepSeek-V3.2, 584 bytes as in FlashMLA's MODEL1, and
+16-bit numbers.
 
-The FP8 tokens quantise the latent part per tile of columns to E4M3 and keep the 64 RoPE columns in bf16.
+In the FP8 formats, the latent columns are E4M3 codes with a scale for each tile of columns; the 64 RoPE columns are
+bf16.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ FP16_MAX = torch.finfo(torch.float16).max
 def power_of_two_scale(absmax: torch.Tensor) -> torch.Tensor:
     """Returns ``2 ** ceil(log2(max(absmax / 448, 1e-4)))``, fp32, exact: the scale that FlashMLA's quantiser chooses.
 
-    Kernels round the scale to bf16, and only powers of two are sure to stay unchanged.
+    Kernels round the scale to bf16, which does not change powers of two.
     """
     wanted = (absmax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     mantissa, exponent = torch.frexp(wanted)
@@ -49,7 +51,7 @@ class _MlaToken(KvRow):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the latent part, one scale each."""
+        """The number of tiles of the latent part. Each tile has one scale."""
         return self.latent_dim // self.tile_size
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,8 +78,9 @@ class _MlaToken(KvRow):
         return torch.cat((tiles.flatten(-2), rope.to(work)), dim=-1).to(dtype)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound per element, float64. Latent columns: ``max(|x| / 16, scale / 1024)``. RoPE columns: ``|x|
-        / 256 + 2**-134``."""
+        """Returns an upper bound of each element's error, float64: ``max(|x| / 16, scale / 1024)`` for latent columns,
+        ``|x| / 256 + 2**-134`` for RoPE columns.
+        """
         self.check_no_scale(scale)
         self.check_input(x)
         size = working_precision(x).abs().double()
@@ -247,12 +250,12 @@ class MlaDense(KvRow):
 
     @property
     def name(self) -> str:
-        """``mla_bf16``, or ``mla_bf16_d512`` for the narrower token."""
+        """The format's name: ``mla_bf16``, for example, or ``mla_bf16_d512`` for the narrower token."""
         return f"mla_{self.dtype}" if self.head_dim == 576 else f"mla_{self.dtype}_d{self.head_dim}"
 
     @property
     def latent_dim(self) -> int:
-        """Columns in front of the RoPE columns."""
+        """The number of columns in front of the RoPE columns."""
         return self.head_dim - ROPE_DIM
 
     @property
@@ -305,7 +308,9 @@ class MlaDense(KvRow):
         return numbers[..., : self.latent_dim], numbers[..., self.latent_dim :]
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns half a unit in the last place, ``|x| / 256`` or ``|x| / 2048``, and half the smallest number."""
+        """Returns an upper bound of each element's error: half a unit in the last place (``|x| / 256`` or ``|x| /
+        2048``), plus half the smallest number.
+        """
         self.check_no_scale(scale)
         self.check_input(x)
         info = torch.finfo(self.torch_dtype)

@@ -46,8 +46,8 @@ class ScaledRow(KvRow):
     """The common part of `Int8` and `Fp8E4M3`: ``head_dim`` one-byte codes, x = code * scale.
 
     Granularities ``token_head`` and ``group`` keep their fp32 scales in the row, 4 bytes per group in front of the
-    codes. With the other granularities rows share a scale, which is an argument of `quantize` and `dequantize`. It is
-    calibrated ahead or comes from `compute_scale`. x is then [..., num_kv_heads, head_dim].
+    codes. With other granularities, rows share a scale, which is an argument of `quantize` and `dequantize`. The scale
+    is calibrated in advance or comes from `compute_scale`. x is then [..., num_kv_heads, head_dim].
 
     The scale is absmax / code_max in fp32; a zero scale gives zero codes.
 
@@ -95,7 +95,7 @@ class ScaledRow(KvRow):
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Scales of the row, if any, then the codes."""
+        """The scales of the row, if it has any, then the codes."""
         scales = SCALE_BYTES * self.num_groups if self.scale_in_row else 0
         codes = Field("codes", self.code_name, scales, self.head_dim, "one byte per column")
         return (Field("scales", "fp32", 0, scales, "absmax / code_max of each group"), codes) if scales else (codes,)
@@ -126,9 +126,9 @@ class ScaledRow(KvRow):
         """Converts floating [..., head_dim] to uint8 rows [..., row_bytes].
 
         Args:
-            x: to quantise.
-            scale: as from `compute_scale`. A scale outside the row is required. A scale in the row is computed if it is
-                not given.
+            x: the numbers to quantise.
+            scale: a scale as `compute_scale` returns it. A scale outside the row is required. A scale in the row is
+                computed if it is not given.
 
         Raises:
             TypeError: x is not floating, or scale is not fp32.
@@ -188,7 +188,7 @@ class ScaledRow(KvRow):
         return (codes, reinterpret(rows[..., :start], torch.float32)) if start else (codes,)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound of the class's docstring for each element, float64 [..., head_dim]."""
         if scale is None:
             scale = self.compute_scale(x)
         step = self._spread(scale, x.shape)[0].double()
@@ -253,7 +253,7 @@ class Int8(ScaledRow):
 
 @dataclass(frozen=True)
 class Fp8E4M3(ScaledRow):
-    """FP8 E4M3 rows: x / scale rounded to nearest even, saturating at 448; no infinity, NaN never stored.
+    """FP8 E4M3 rows: x / scale is rounded to nearest even, and saturates at 448. Rows have no infinity and no NaN.
 
     Error: ``|x - x'| <= max(|x| / 16, scale / 1024)`` (half a step of 4 significant bits; half the subnormal step
     2**-9), plus the part of |x| that saturates if a given scale is below absmax / 448.

@@ -1,16 +1,17 @@
-"""How a warp of the decode kernel reads raw cache rows out of shared memory: which codes, at which addresses, with how
-many bank conflicts.
+"""How a warp of the decode kernel reads raw cache rows out of shared memory: which codes it reads, at which addresses,
+and with how many bank conflicts.
 
-The kernel copies rows that carry their scales (:class:`layouts.kv.int4.Int4Row`, :class:`layouts.kv.scaled.ScaledRow`)
-into shared memory as they are. With 32-bit loads, each lane reads exactly the words whose codes are its operands of
-``mma.sync.m16n8k16``. The contractions of Q K^T (over head_dim) and P V (over tokens) may run in any order, so nothing
-is ever permuted or stored back. :func:`plan_tiles` chooses the order of tokens in the rows of the MMA tile, equal for K
-and V, and the padding between copies. Its choice makes the loads touch all 32 banks.
+The kernel copies rows that contain their scales (:class:`layouts.kv.int4.Int4Row`,
+:class:`layouts.kv.scaled.ScaledRow`) into shared memory without changing them. With 32-bit loads, each lane reads
+exactly the words whose codes are its operands of ``mma.sync.m16n8k16``. The contractions of Q K^T (over head_dim) and P
+V (over tokens) may run in any order, so nothing is ever permuted or stored back. :func:`plan_tiles` chooses the order
+of tokens in the rows of the MMA tile, which is the same for K and V, and the padding between copies. With its choice,
+each load reads from all 32 banks.
 
-Terms: a *block* is 32 tokens of one KV head, on which a warp works at a time. It has two MMA tiles of 16 rows. In each
-tile a lane has rows ``g`` and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's place in
-an MMA fragment; ``j`` in 0..3 numbers the four halves of the tiles' rows (tile ``j // 2``, half ``j % 2``). A *word* is
-4 bytes.
+Terms: a *block* is the 32 tokens of one KV head that a warp processes at a time. It has two MMA tiles of 16 rows. In
+each tile a lane has rows ``g`` and ``g + 8``. ``g = lane // 4`` and ``t = lane % 4`` are the PTX names of a lane's
+place in an MMA fragment; ``j``, from 0 to 3, is the index of one of the four *row halves*: half ``j % 2`` of the rows
+of tile ``j // 2``. A *word* is 4 bytes.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ NATURAL_ORDER: TokenBits = ORDERS[0]
 
 
 class Tile(Protocol):
-    """The facts about a tile of K or of V that decide the order of its tokens."""
+    """The properties of a tile of K or of V that decide the order of its tokens."""
 
     @property
     def token_bits(self) -> TokenBits: ...
 
     @property
     def orders(self) -> tuple[TokenBits, ...]:
-        """Token orders that the tile can be read in."""
+        """Token orders in which the tile can be read."""
         ...
 
     @property
     def wavefronts(self) -> int:
-        """Shared-memory wavefronts of all loads of one block."""
+        """Number of shared-memory wavefronts of all loads of one block."""
         ...
 
     @property
@@ -67,7 +68,7 @@ ValueTile = TypeVar("ValueTile", bound=Tile)
 
 
 def run_codes(code_bits: int) -> int:
-    """Returns the number of codes in a run: the fewest codes that fill whole words."""
+    """Returns the number of codes in a *run*, which is the smallest number of codes that fill whole words."""
     return math.lcm(WORD_BITS, code_bits) // code_bits
 
 
@@ -77,7 +78,7 @@ def run_words(code_bits: int) -> int:
 
 
 def block_token(token_bits: TokenBits, g, j):
-    """Returns the token (0..31 within its block) in row g of row half j; g and j may be run-time integers."""
+    """Returns the token (0 to 31 within its block) in row g of row half j; g and j may be run-time integers."""
     if token_bits[:3] == NATURAL_ORDER[:3]:
         row = g
     else:
@@ -87,23 +88,25 @@ def block_token(token_bits: TokenBits, g, j):
 
 @dataclass(frozen=True)
 class RowTile:
-    """Shared-memory image of ``num_tokens`` tokens of ``num_heads`` KV heads, as raw rows: scales, then codes.
+    """A tile in shared memory: ``num_tokens`` tokens of ``num_heads`` KV heads, as raw rows: scales, then codes.
 
     Args:
         head_dim: elements of a row.
-        code_bits: bits of a code, an even number up to 8. A lane takes whole words with whole codes: one word of 4-bit
+        code_bits: bits of a code, an even number up to 8. A lane reads whole words with whole codes: one word of 4-bit
             or 8-bit codes, three words of 6-bit codes.
-        num_groups: quantisation groups of a row (1, 2, 4 or 8), each of a multiple of 8 columns and with a header of
-            one word.
-        num_heads: KV heads that lie next to each other for every token.
-        num_tokens: tokens of the tile, a power of two, at least 32.
-        operand: "k" or "v", which says how lanes read it.
-        contiguous: whether consecutive tokens touch in global memory. If they do, one bulk copy may take many tokens;
-            if not (the tile holds some of the cache's heads), one bulk copy takes the heads of one token.
+        num_groups: number of quantisation groups of a row (1, 2, 4 or 8). Each group has a multiple of 8 columns, and a
+            header of one word.
+        num_heads: number of KV heads whose rows follow each other for every token.
+        num_tokens: number of tokens of the tile, a power of two, at least 32.
+        operand: "k" or "v", which decides how lanes read the tile.
+        contiguous: whether consecutive tokens are contiguous in global memory. If they are, one bulk copy may copy many
+            tokens. If they are not (since the tile has only some of the cache's heads), one bulk copy copies the heads
+            of one token.
         copy_words: the unit of a copy's size and address, in words: 4 for bulk copies, 1 for copies by words.
-        token_bits: which token stands in which MMA row; chosen by :func:`plan_tiles`.
-        copy_tokens: tokens that one copy brings; chosen by :func:`plan_tiles`.
-        padding_words: words between one copy's bytes and the next one's; chosen by :func:`plan_tiles`.
+        token_bits: which token is in which MMA row; chosen by :func:`plan_tiles`.
+        copy_tokens: number of tokens of one copy; chosen by :func:`plan_tiles`.
+        padding_words: number of words between the bytes of one copy and those of the next copy; chosen by
+            :func:`plan_tiles`.
     """
 
     head_dim: int
@@ -120,12 +123,14 @@ class RowTile:
 
     @property
     def run_codes(self) -> int:
-        """Codes of a run: the fewest codes that fill whole words. A lane decodes a run at once."""
+        """Number of codes in a run, which is the smallest number of codes that fill whole words. A lane decodes one run
+        at a time.
+        """
         return run_codes(self.code_bits)
 
     @property
     def run_words(self) -> int:
-        """Words of a run, which its codes fill."""
+        """Number of words in a run."""
         return run_words(self.code_bits)
 
     def words_of(self, columns: int) -> int:
@@ -134,12 +139,12 @@ class RowTile:
 
     @property
     def header_words(self) -> int:
-        """Words of scales (and shifts) at the start of a row."""
+        """Number of words of scales (and shifts) at the start of a row."""
         return self.num_groups
 
     @property
     def header_vector(self) -> int:
-        """Words of scales that one load takes."""
+        """Number of words of scales that one load reads."""
         return min(HEADER_VECTOR, self.header_words)
 
     @property
@@ -148,31 +153,33 @@ class RowTile:
 
     @property
     def token_words(self) -> int:
-        """Words of one token: the rows of all heads of the tile."""
+        """Number of words of one token, which are the rows of all heads of the tile."""
         return self.num_heads * self.row_words
 
     @property
     def group_width(self) -> int:
-        """Columns of head_dim that share one header."""
+        """Number of columns that share one header."""
         return self.head_dim // self.num_groups
 
     # -- which elements a lane takes ------------------------------------------------------------------------------
 
     @property
     def k_unit(self) -> int:
-        """Columns of one step through K: the columns of four lanes' runs, halved until they divide a group."""
+        """Number of columns of one step through K. It is the number of columns in the runs of four lanes, halved until
+        it divides a group.
+        """
         return self._unit(MMA_LANES)
 
     @property
     def v_unit(self) -> int:
-        """Columns of the output per unit of MMA rows: lane g takes ``v_unit // 8`` neighbouring codes."""
+        """Number of output columns for each unit of MMA rows. Lane g reads ``v_unit // 8`` neighbouring codes."""
         return self._unit(MMA_ROWS)
 
     def _unit(self, lanes: int) -> int:
-        """Returns the columns of a unit: the columns of ``lanes`` runs, halved until they divide a group. So one header
-        holds for the whole unit.
+        """Returns the number of columns of a unit. It is the number of columns in ``lanes`` runs, halved until it
+        divides a group. So a whole unit has the same header.
 
-        Lanes may share a run of one word, down to units of 8 columns. If runs are longer, each lane needs its own.
+        Lanes may share a run of one word, down to units of 8 columns. If runs are longer, each lane needs its own run.
         """
         least = MMA_ROWS if self.run_words == 1 else lanes * self.run_codes
         unit = lanes * self.run_codes
@@ -192,34 +199,37 @@ class RowTile:
 
     @property
     def k_unit_words(self) -> int:
-        """Words from one unit of K to the next."""
+        """Number of words from one unit of K to the next."""
         return self.words_of(self.k_unit)
 
     @property
     def v_unit_words(self) -> int:
-        """Words from one unit of V to the next."""
+        """Number of words from one unit of V to the next."""
         return self.words_of(self.v_unit)
 
     def k_word(self, t):
-        """Returns the first word of a unit that lane t reads. Lanes share a word if a unit has fewer words than four
-        lanes read."""
+        """Returns the index, within a unit, of the first word that lane t reads. Lanes share a word if a unit has fewer
+        words than four lanes read.
+        """
         word = t * self.k_unit // (MMA_LANES * self.run_codes)
         return word if self.run_words == 1 else self.run_words * word
 
     def v_word(self, g):
-        """Returns the first word of a unit that lane g reads."""
+        """Returns the index, within a unit, of the first word that lane g reads."""
         word = g * self.v_unit // (MMA_ROWS * self.run_codes)
         return word if self.run_words == 1 else self.run_words * word
 
     def v_column(self, unit: int, g, code: int):
-        """Returns the column of head_dim of the ``code``-th output row that lane g holds in a unit."""
+        """Returns the column of head_dim that belongs to the ``code``-th output row that lane g holds in a unit."""
         return self.v_unit * unit + self.v_unit // MMA_ROWS * g + code
 
     # -- where they lie -------------------------------------------------------------------------------------------
 
     @property
     def copy_pitch_words(self) -> int:
-        """Words from one copy's destination to the next one's: its data and the padding after it."""
+        """Number of words from one copy's destination to the next copy's destination, which are the copy's data and the
+        padding after it.
+        """
         return self.copy_tokens * self.token_words + self.padding_words
 
     @property
@@ -228,7 +238,7 @@ class RowTile:
 
     @property
     def num_words(self) -> int:
-        """Words of the whole tile, padding included."""
+        """Number of words of the whole tile, including padding."""
         return self.num_copies * self.copy_pitch_words
 
     @property
@@ -236,29 +246,33 @@ class RowTile:
         return self.num_words * WORD_BYTES
 
     def token_offset(self, token):
-        """Returns the first word of a token's rows."""
+        """Returns the index of the first word of a token's rows."""
         return token // self.copy_tokens * self.copy_pitch_words + token % self.copy_tokens * self.token_words
 
     def row_strides(self) -> tuple[int, ...]:
-        """Returns the words that each bit of (g, j) adds to a row's address: the strides of the layout with shape
-        ((2,2,2),(2,2)) of a block's rows."""
+        """Returns how many words each bit of (g, j) adds to a row's address. These are the strides of the layout of a
+        block's rows, which has the shape ((2,2,2),(2,2)).
+        """
         pitch, words, tokens = self.copy_pitch_words, self.token_words, self.copy_tokens
         return tuple((1 << bit) // tokens * pitch + (1 << bit) % tokens * words for bit in self.token_bits)
 
     def block_token(self, g: int, j: int) -> int:
-        """Returns the token (0..31 within its block) in row g of row half j."""
+        """Returns the token (0 to 31 within its block) in row g of row half j."""
         return block_token(self.token_bits, g, j)
 
     # -- accesses, as the word that each lane of a warp reads -----------------------------------------------------
 
     def k_words(self, j: int, unit: int) -> list[int]:
-        """Returns the first word that each lane reads for row half j and one unit of columns of K."""
+        """Returns, for each lane, the index of the first word that it reads for row half j and one unit of columns of
+        K.
+        """
         first = self.header_words + self.k_unit_words * unit
         return [self.token_offset(self.block_token(lane // 4, j)) + first + self.k_word(lane % 4) for lane in range(32)]
 
     def v_words(self, j: int, parity: int, unit: int) -> list[int]:
-        """Returns the first word that each lane reads for token row 2t + parity of row half j and one unit of columns
-        of V."""
+        """Returns, for each lane, the index of the first word that it reads for token row 2t + parity of row half j and
+        one unit of columns of V.
+        """
         first = self.header_words + self.v_unit_words * unit
         return [
             self.token_offset(self.block_token(2 * (lane % 4) + parity, j)) + first + self.v_word(lane // 4)
@@ -266,20 +280,23 @@ class RowTile:
         ]
 
     def header_reads(self, j: int) -> list[int]:
-        """Returns the first header word that each lane reads for row half j; the four lanes of a row read the same
-        words."""
+        """Returns, for each lane, the index of the first header word that it reads for row half j. The four lanes of a
+        row read the same words.
+        """
         return [self.token_offset(self.block_token(lane // 4, j)) for lane in range(32)]
 
     # -- the choice -----------------------------------------------------------------------------------------------
 
     @property
     def orders(self) -> tuple[TokenBits, ...]:
-        """The possible token orders: all, since a lane finds each of its rows by address."""
+        """The possible token orders. All orders are possible, since a lane computes the address of each of its rows."""
         return ORDERS
 
     @property
     def wavefronts(self) -> int:
-        """Wavefronts of a block's loads. All loads of a kind cost the same: they differ by a constant address."""
+        """Number of wavefronts of a block's loads. All loads of a kind need the same number, since their addresses
+        differ by a constant.
+        """
         one, two, four = self.row_strides()[:3]
         rows = [0, one, two, one + two, four, one + four, two + four, one + two + four]
         reads = _reads(self.head_dim, self.code_bits, self.num_groups, self.operand)
@@ -289,12 +306,14 @@ class RowTile:
 
     @property
     def fewest_wavefronts(self) -> int:
-        """The value that ``wavefronts`` would have without bank conflicts."""
+        """The number of wavefronts that a block's loads would need without bank conflicts."""
         reads = _reads(self.head_dim, self.code_bits, self.num_groups, self.operand)
         return reads.code_loads + reads.header_loads
 
     def copies(self) -> list[tuple[int, int]]:
-        """Returns (tokens, padding words) of the copies worth trying, by rising number of copies, then padding."""
+        """Returns (tokens, padding words) of the copies that are worth trying, sorted by the number of copies, then by
+        padding.
+        """
         counts = [self.num_tokens, 4, 2, 1] if self.contiguous else [1]
         sizes = [count for count in counts if count * self.token_words % self.copy_words == 0]
         return [(count, pad) for count in sizes for pad in ((0,) if count == self.num_tokens else (0, 4))]
@@ -302,8 +321,9 @@ class RowTile:
 
 @dataclass(frozen=True)
 class _Reads:
-    """The facts about a block's loads that depend on neither token order nor copies: the numbers of loads of headers
-    and codes, the words of a header load, and the first word of a unit that each lane reads."""
+    """The properties of a block's loads that depend on neither token order nor copies: the number of loads of headers
+    and of codes, the number of words of a header load, and the first word of a unit that each lane reads.
+    """
 
     header_loads: int
     header_vector: int
@@ -324,11 +344,11 @@ def _reads(head_dim: int, code_bits: int, num_groups: int, operand: str) -> _Rea
 
 
 def plan_tiles(keys: KeyTile, values: ValueTile) -> tuple[KeyTile, ValueTile]:
-    """Returns both tiles with the token order and the copies that make a block's loads cheapest. Both get the same
-    order.
+    """Returns both tiles with the token order and the copies for which a block's loads are the cheapest. Both tiles get
+    the same order.
 
-    The best choice has the fewest wavefronts, then the fewest copies, then the least memory. Raises ValueError if a
-    tile has rows that lanes cannot read.
+    The best choice has the fewest wavefronts. Among equal choices it has the fewest copies, then the smallest memory.
+    Raises ValueError if a tile has rows that lanes cannot read.
     """
     return cast("tuple[KeyTile, ValueTile]", _plan_tiles(keys, values))
 
@@ -352,7 +372,7 @@ def _plan_tiles(keys: Tile, values: Tile) -> tuple[Tile, Tile]:
 
 
 def _in_order(tile: TileT, order: TokenBits) -> TileT:
-    """Returns the tile with this token order. A `RowTile` also gets the best copies for the order."""
+    """Returns the tile with a token order. A `RowTile` also gets the best copies for the order."""
     if not isinstance(tile, RowTile):
         return cast("TileT", replace(cast("Any", tile), token_bits=order))
     best: tuple[int, RowTile] | None = None
@@ -368,7 +388,7 @@ def _in_order(tile: TileT, order: TokenBits) -> TileT:
 
 
 def _most_words_per_bank(words: set[int]) -> int:
-    """Returns the wavefronts of a warp load: the greatest number of different words that fall into one bank."""
+    """Returns the number of wavefronts of a warp load: the largest number of different words in one bank."""
     counts = [0] * NUM_BANKS
     for word in words:
         counts[word % NUM_BANKS] += 1

@@ -1,7 +1,7 @@
-"""INT4 rows with a zero point: the bytes that vLLM's ``int4_per_token_head`` writes.
+"""INT4 rows with a zero point, as vLLM's ``int4_per_token_head`` writes them.
 
-The layout is read off vLLM 0.33 (`vllm/v1/attention/ops/int4_per_token_head.py`, Apache-2.0). Before vLLM quantises, it
-applies a Hadamard matrix with random signs. Here that is a transform of the cache,
+The layout is taken from vLLM 0.33 (`vllm/v1/attention/ops/int4_per_token_head.py`, Apache-2.0). Before vLLM quantises,
+it applies a Hadamard matrix with random signs. In this package, that matrix is a transform of the cache,
 `cute_kernels.kv_cache.vllm_rows.vllm_transform`.
 """
 
@@ -34,19 +34,20 @@ ZERO_POINT = 0xF  # bits of the word that are not the scale's
 class ZeroPointRow(KvRow):
     """One row: ``head_dim / 2`` bytes of codes, then one fp32 word: the scale, with the zero point in its low 4 bits.
 
-    Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, and x = (q - zero) * scale, where the scale is the word without
-    those 4 bits. The scale is **after** the codes. The kernels of this package want it in front: they read
-    `layouts.kv.Int4Row` with one group, which has as many bytes.
+    Byte j of the codes is ``q[2j] | q[2j + 1] << 4``, and x = (q - zero) * scale. Here the scale is the word without
+    the 4 bits of the zero point. The scale is **after** the codes. The kernels of this package need it in front: they
+    read `layouts.kv.Int4Row` with one group, which has as many bytes.
 
-    Quantisation, in fp32: ``scale = max((max - min) / 15, 1e-6)``, ``zero = clamp(round(-min / scale), 0, 15)``,
-    ``q = clamp(round(x / scale + zero), 0, 15)``; halves are rounded away from 0. Quantisation divides by the full
-    scale, low bits included. NaN counts as 0, and magnitudes saturate at 2**126.
+    Quantisation, in fp32: ``scale = max((max - min) / 15, 1e-6)``, ``zero = clamp(round(-min / scale), 0, 15)``, ``q =
+    clamp(round(x / scale + zero), 0, 15)``; halves are rounded away from 0. Quantisation divides by the full scale,
+    including its low bits. NaN becomes 0, and magnitudes saturate at 2**126.
 
     Error, with r = max - min and s = max(r / 15, 1e-6)::
 
         |x - x'| <= s / 2 + max(min, 0) + max(-max, 0) + 2**-18 * (|x| + 16 s)
 
-    (half a step; a row that does not reach 0, which no zero point can stand for; the 4 bits that the scale loses).
+    (half a step; the distance of a row's range from 0, if the range does not include 0; the 4 bits that the scale
+    loses).
 
     Args:
         head_dim: elements per row; even.
@@ -138,7 +139,7 @@ class ZeroPointRow(KvRow):
         return codes, (word & ~ZERO_POINT).view(torch.float32), (word & ZERO_POINT).to(torch.uint8)
 
     def error_bound(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the bound that the class states, per element, float64 [..., head_dim]."""
+        """Returns the bound of the class's docstring for each element, float64 [..., head_dim]."""
         self.check_no_scale(scale)
         self.check_input(x)
         low, high = torch.aminmax(x.double(), dim=-1, keepdim=True)

@@ -1,1 +1,1 @@
-"""Offline preprocessing of quantised weights: each layout a composition of named steps with an exact inverse."""
+"""Offline preprocessing of quantised weights. Each layout is a composition of named steps with an exact inverse."""

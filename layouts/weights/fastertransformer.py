@@ -1,20 +1,20 @@
 """The weight preprocessing of FasterTransformer and TensorRT-LLM's mixed-input GEMM, bit-exact and invertible.
 
 Weights are signed, [.., K, N] row-major: int8, or int4 packed in int8 [.., K, N/2] with the even column in the low
-nibble. Four steps prepare them for a GEMM that loads weights with ldmatrix and widens them in registers:
+nibble. Four steps prepare weights for a GEMM that loads them with ldmatrix and converts them in registers:
 
-* **S1** `permute_rows`: reorders K rows inside tiles of 16 (int8) or 32 (int4). ldmatrix moves pairs of bytes; so it
-  gives each thread the rows that the thread's 16-bit MMA fragment holds.
+* **S1** `permute_rows`: reorders K rows inside tiles of 16 (int8) or 32 (int4). ldmatrix moves pairs of bytes. After
+  this step it gives each thread the rows of the thread's 16-bit MMA fragment.
 * **S2** `transpose`: makes the weight column-major, with the even row in the low nibble.
-* **S3** `interleave_columns`: makes one 128-byte line of 64 rows of 2 (int8) or 4 (int4) neighbouring columns.
-* **S4** `add_bias_and_interleave`: makes signed codes biased unsigned ones, and puts the elements of a 32-bit register
-  into the order that the fast conversion to fp16 reads (`layouts.decode`).
+* **S3** `interleave_columns`: combines 64 rows of 2 (int8) or 4 (int4) neighbouring columns into one line of 128 bytes.
+* **S4** `add_bias_and_interleave`: converts signed codes to biased unsigned codes, and puts the elements of a 32-bit
+  register into the order that the fast conversion to fp16 reads (`layouts.decode`).
 
-Which steps run depends on the architecture (`RECIPES`). Every step and the whole are `Transform` values.
+Which steps run depends on the architecture (`RECIPES`). Every step, and the composition of all steps, is a `Transform`.
 
-Two inputs that the original code takes silently are errors here: K that is no multiple of the interleaved tile, for
-which it writes past the buffer, and odd N in int4. `symmetric_quantize` says where it differs and how to reproduce the
-original bytes.
+Two inputs that the original code accepts silently are errors here: odd N in int4, and K that is no multiple of the
+interleaved tile, for which the original code writes beyond the buffer. The docstring of `symmetric_quantize` says how
+it differs from the original code, and how to reproduce the original bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MMA_N = 8
 
 
 def row_order(bits: int, activation_bits: int = 16) -> Layout:
-    """Returns the layout of step S1 inside one tile, from new row to old row.
+    """Returns the layout of step S1 inside one tile: the map from new row to old row.
 
     ldmatrix gives a thread pairs of bytes as 16-bit numbers. So the layout puts into each thread's bytes the rows that
     the thread needs for the 16-bit MMA, or for the 8-bit MMA of FP8 activations.
@@ -73,7 +73,9 @@ def row_order(bits: int, activation_bits: int = 16) -> Layout:
 
 
 def register_order(bits: int) -> Layout:
-    """Returns the layout of step S4 inside one 32-bit register, from new to old element; even elements first."""
+    """Returns the layout of step S4 inside one 32-bit register: the map from new to old element. Even elements come
+    first.
+    """
     _check_widths(bits, 16)
     per_register = 32 // bits
     return Layout((per_register // 2, 2), (2, 1))
@@ -108,10 +110,12 @@ def transpose_transform(k: int, n: int, bits: int) -> Transform:
 
 
 def interleave_columns_transform(k: int, n: int, bits: int, activation_bits: int = 16) -> Transform:
-    """Returns step S3, which interleaves the transposed matrix [n, k] to [n / columns, k * columns].
+    """Returns step S3, which interleaves columns of the transposed matrix [n, k], so that it becomes [n / columns, k *
+    columns].
 
     Raises:
-        ValueError: k is no multiple of the tile (64 rows; 128 for FP8 activations), or n is no multiple of the columns.
+        ValueError: k is no multiple of the tile (64 rows; 128 for FP8 activations), or n is no multiple of the number
+            of interleaved columns.
     """
     _check_widths(bits, activation_bits)
     rows, columns = LINE_BITS // activation_bits, activation_bits // bits
@@ -122,7 +126,7 @@ def interleave_columns_transform(k: int, n: int, bits: int, activation_bits: int
 
 
 def bias_transform(shape: tuple[int, ...], bits: int) -> Transform:
-    """Returns step S4, biased codes in register order, of an array of any shape.
+    """Returns step S4 for an array of any shape, which makes codes biased and puts them into register order.
 
     Raises:
         ValueError: the elements do not fill whole 32-bit registers.
@@ -164,7 +168,9 @@ def steps(
 
 @lru_cache(maxsize=256)
 def transform(k: int, n: int, bits: int, arch: int, activation_bits: int = 16, *, experts: bool = False) -> Transform:
-    """Returns all steps as one `Transform` [k, n] -> [k, n]; the stored shape is the input's, as in the original."""
+    """Returns all steps as one `Transform` [k, n] -> [k, n]; the result has the input's shape, as in the original
+    code.
+    """
     parts = steps(k, n, bits, arch, activation_bits, experts=experts)
     whole = parts[0]
     for part in parts[1:]:
@@ -181,7 +187,7 @@ def permute_rows(q: torch.Tensor, bits: int, activation_bits: int = 16) -> torch
 
     Raises:
         TypeError: q is not int8.
-        ValueError: q is not 2-D or 3-D, or K or N is off the tile.
+        ValueError: q is not 2-D or 3-D, or K or N is no multiple of the tile.
     """
     k, n = _matrix_shape(q, bits)
     return permute_rows_transform(k, n, bits, activation_bits)(q)
@@ -214,12 +220,12 @@ def add_bias_and_interleave(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def preprocess(q: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) -> torch.Tensor:
-    """Returns the weight after all steps that the architecture's kernels want.
+    """Returns the weight after all steps that the architecture's kernels need.
 
     Args:
         q: int8 [K, N] or [experts, K, N], or int4 packed as int8 [.., K, N/2].
         bits: 8 or 4.
-        arch: compute capability as major * 10 + minor, one of `ARCHITECTURES`.
+        arch: the compute capability as major * 10 + minor, one of `ARCHITECTURES`.
         activation_bits: 16, or 8 for FP8 activations (int4 weights, sm89 and above).
 
     Returns:
@@ -227,14 +233,14 @@ def preprocess(q: torch.Tensor, bits: int, arch: int, activation_bits: int = 16)
 
     Raises:
         TypeError: q is not an int8 tensor.
-        ValueError: rank, extents, bits, arch or activation_bits are not supported; the message names which.
+        ValueError: rank, extents, bits, arch or activation_bits are not supported; the message names the wrong one.
     """
     k, n = _matrix_shape(q, bits)
     return transform(k, n, bits, arch, activation_bits, experts=q.ndim == 3)(q)
 
 
 def restore(p: torch.Tensor, bits: int, arch: int, activation_bits: int = 16) -> torch.Tensor:
-    """Returns the weight that `preprocess` was given; arguments and errors are the same."""
+    """Undoes `preprocess`: returns the original weight. Arguments and errors are those of `preprocess`."""
     k, n = _matrix_shape(p, bits)
     return transform(k, n, bits, arch, activation_bits, experts=p.ndim == 3).inverse()(p)
 
@@ -247,13 +253,13 @@ def symmetric_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantises each column of each expert with a scale and no zero point.
 
-    By default the scale is the smallest that maps the whole column into the signed range. It is rounded to
-    ``scale_dtype`` *before* the codes are computed (ties to even). So ``|q * scale - w| <= scale / 2`` up to that
-    rounding, and a zero column gives zeros.
+    By default the scale is the smallest scale with which the whole column fits the signed range. It is rounded to
+    ``scale_dtype`` *before* the codes are computed (ties to even). So ``|q * scale - w| <= scale / 2`` apart from the
+    rounding of the scale, and a column of zeros gets codes of 0.
 
-    ``compat=True`` reproduces the original. Its scale is absmax / 128 (int8) or absmax / 8 (int4). Codes come from the
-    unrounded fp32 scale, with ties away from zero. The positive maximum saturates. A zero column gives codes 127 (int8)
-    or -8 (int4), the result of converting NaN.
+    ``compat=True`` reproduces the original code. Its scale is absmax / 128 (int8) or absmax / 8 (int4). Codes come from
+    the unrounded fp32 scale, with ties away from zero. The positive maximum saturates. A column of zeros gets codes 127
+    (int8) or -8 (int4), the result of converting NaN.
 
     Args:
         w: floating [K, N] or [experts, K, N]; finite; N even for int4.

@@ -1,10 +1,11 @@
-"""How a tile of 64 output features is stored in each weight format: the conversion of its codes, and where its scales
-lie.
+"""How each weight format stores a tile of 64 output features: the conversion of its codes, and the positions of its
+scales.
 
-Codes of all formats lie as in `layouts.weights.hopper`, since every conversion here wants the elements in the default
-conversion's order. Scales of a tile are [groups, 64]: a row for each group of inputs, with a scale for each feature.
-Scales of a second level, one fp32 number for each feature, are stored after these rows as if they were more groups. A
-thread of the warpgroup multiplies two features, 8 apart, and loads the scale of each.
+Codes of all formats are stored as in `layouts.weights.hopper`, since every conversion of these formats needs the
+elements in the order of the default conversion. Scales of a tile are [groups, 64]: a row for each group of inputs, with
+a scale for each feature. Scales of a second level, one fp32 number for each feature, are stored after these rows as if
+they were more groups. A thread of the warpgroup multiplies two features, whose indices differ by 8, and loads the scale
+of each.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class WeightTile:
 
     Args:
         name: the format's key.
-        bits: of a code.
+        bits: bits of a code.
         conversion: the name of the codes' conversion in `layouts.decode.CONVERSIONS`.
-        group_size: inputs that share a scale.
+        group_size: number of inputs that share a scale.
         scale_bytes: bytes of a stored scale.
-        second_bytes: bytes of a feature's scale of the second level; 0 without one.
+        second_bytes: bytes of a feature's scale of the second level; 0 without a second level.
     """
 
     name: str
@@ -49,7 +50,7 @@ class WeightTile:
 
     @property
     def rows(self) -> int:
-        """Rows of 64 stored scales: those of groups, and those of the second level."""
+        """The number of rows of 64 stored scales, of groups and of the second level."""
         return self.groups + self.second_bytes // self.scale_bytes
 
     @property
@@ -58,23 +59,24 @@ class WeightTile:
         return self.rows * hopper.TILE_N * self.scale_bytes
 
     def scale_place(self, feature: int, group: int) -> int:
-        """Returns where the scale of a feature and a group lies, in bytes from the tile's first scale. Groups from
-        `groups` on are parts of the second level's scales."""
+        """Returns the position of the scale of a feature and a group, in bytes from the tile's first scale. Groups from
+        `groups` on are parts of the scales of the second level.
+        """
         return (group * hopper.TILE_N + feature) * self.scale_bytes
 
     def features_of(self, warp: int, lane: int) -> tuple[int, int]:
-        """Returns the numbers, within the tile, of a thread's two features."""
+        """Returns the indices, within the tile, of a thread's two features."""
         first = 16 * warp + lane // 4
         return first, first + 8
 
     def load(self, warp: int = 0, half: int = 0, group: int = 0) -> Access:
-        """Returns a warp's load of the scales of its lanes' first (``half`` 0) or second features."""
+        """Returns the access with which a warp loads the scales of its lanes' first (``half`` 0) or second features."""
         places = [self.scale_place(self.features_of(warp, lane)[half], group) for lane in range(LANES)]
         note = f"scales of a warp's {('first', 'second')[half]} features in a group"
         return Access(f"{self.name}_scales", note, self.scale_bytes, "ld", tuple(places))
 
     def describe(self) -> str:
-        """Describes the tile in a line: its codes, and its scales."""
+        """Describes the tile in a line: its codes and its scales."""
         second = f", {self.second_bytes} B for each feature" if self.second_bytes else ""
         scales = f"{self.scale_bytes} B of scale per {self.group_size} inputs{second}"
         return f"{self.bits}-bit codes by {self.conversion}, {scales}"
@@ -82,8 +84,9 @@ class WeightTile:
     # -- proofs --------------------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Proof, ...]:
-        """Proves where codes and scales lie, and what their loads cost; raises `ProofError` where a claim does not
-        hold."""
+        """Proves the positions of codes and scales, and how many wavefronts their loads need; raises `ProofError` if a
+        claim is not true.
+        """
         return (
             hopper.prove_thread_load(self.bits, self.conversion),
             self._prove_order(),
@@ -108,7 +111,7 @@ class WeightTile:
         return prove(whole, "features and groups are the bytes of the scales, each once", "exhaustive", len(places))
 
     def _prove_features(self) -> Proof:
-        """Proves the features' places against the A fragment of wgmma."""
+        """Proves, by comparing with the A fragment of wgmma, which features a thread has."""
         threads = wgmma_a(16).coordinates()
         same = all(
             {int(m) for m, _ in threads[LANES * warp + lane]} == set(self.features_of(warp, lane))

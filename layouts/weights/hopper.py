@@ -1,13 +1,14 @@
-"""The weight blob of the Hopper weight-only GEMM: one 16-byte load per thread is its wgmma operand for several k steps.
+"""The weight blob of the Hopper weight-only GEMM. One load of 16 bytes gives a thread its wgmma operands of several k
+steps.
 
 The GEMM computes out^T = W X^T with the weights as the A operand of wgmma, in registers. The blob is cut into tiles of
-64 output features (wgmma's M) by 64 (4-bit) or 32 (8-bit) inputs; a tile is 128 threads x 16 bytes, so a warp reads 512
-contiguous bytes and a whole tile is one 2048-byte bulk copy. The 16 bytes of a thread are the A fragments of 4 (4-bit)
-or 2 (8-bit) consecutive k16 steps, and the codes of each 32-bit register stand in the order in which the fast
-conversion returns them (`layouts.decode`), so that no shuffle, permute or shared-memory pass is left for the kernel.
+64 output features (wgmma's M) by 64 (4-bit) or 32 (8-bit) inputs; A tile has 16 bytes for each of 128 threads. So a
+warp reads 512 contiguous bytes, and one bulk copy of 2048 bytes copies a whole tile. The 16 bytes of a thread are the A
+fragments of 4 (4-bit) or 2 (8-bit) consecutive k16 steps, The codes of each 32-bit register are stored in such an order
+that the fast conversion returns them in order (`layouts.decode`). So the kernel need not reorder them.
 
-Nothing here is tabulated: the layout is composed from the wgmma fragment, the conversion's register order and the tile
-order, and inherits its proof from theirs.
+The layout is composed from the wgmma fragment, the conversion's register order and the tile order. So it needs no
+tables, and is proved by the proofs of these parts.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ DEFAULT_CONVERSION = {4: "u4_bf16", 8: "u8_bf16"}
 
 def steps_per_load(bits: int) -> int:
     """Returns the number of consecutive k16 steps whose A fragments one 16-byte load holds: 4 for 4-bit codes, 2 for
-    8-bit."""
+    8-bit codes.
+    """
     _check_bits(bits)
     return 8 * LOAD_BYTES // (bits * wgmma_a(16).num_values)
 
 
 @lru_cache(maxsize=16)  # every launch asks for it, and composing the fragment takes tens of microseconds
 def tile_k(bits: int) -> int:
-    """Returns the inputs per tile: 64 for 4-bit codes, 32 for 8-bit."""
+    """Returns the number of inputs of a tile: 64 for 4-bit codes, 32 for 8-bit codes."""
     return STEP_K * steps_per_load(bits)
 
 
@@ -53,11 +55,11 @@ def transform(n: int, k: int, bits: int, conversion: str | None = None) -> Trans
         n: output features, a multiple of 64.
         k: inputs, a multiple of `tile_k`.
         bits: 4 or 8.
-        conversion: name in `layouts.decode.CONVERSIONS` whose register order the codes are stored in; by default the
-            biased bf16 conversion. Codes are moved, not changed.
+        conversion: the name, in `layouts.decode.CONVERSIONS`, of the conversion that decides the order of codes in a
+            register; by default the biased bf16 conversion. Codes are moved, not changed.
 
     Raises:
-        ValueError: n or k is off the tile, or the conversion does not take codes of that width.
+        ValueError: n or k is no multiple of the tile, or the conversion does not take codes of that width.
     """
     name = _conversion(bits, conversion)
     for label, extent, multiple in (("N", n, TILE_N), ("K", k, tile_k(bits))):
@@ -91,7 +93,7 @@ def pack(q: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Ten
 
     Raises:
         TypeError: q is not int8 or uint8.
-        ValueError: q is not 2-D or off the tile.
+        ValueError: q is not 2-D, or is not made of whole tiles.
     """
     if not isinstance(q, torch.Tensor) or q.dtype not in (torch.int8, torch.uint8):
         found = q.dtype if isinstance(q, torch.Tensor) else type(q).__name__
@@ -103,7 +105,7 @@ def pack(q: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Ten
 
 
 def restore(blob: torch.Tensor, bits: int, conversion: str | None = None) -> torch.Tensor:
-    """Returns the codes that `pack` was given, [N, K] or [N, K/2].
+    """Undoes `pack`: returns the codes, [N, K] or [N, K/2].
 
     Raises:
         ValueError: the blob is not [N / 64, K / tile_k, 2048].
@@ -133,7 +135,7 @@ def prove_thread_load(bits: int, conversion: str | None = None) -> Proof:
     """Proves that a thread's 16 bytes, after the conversion, are its A fragments of consecutive k steps.
 
     Raises:
-        ProofError: they are not.
+        ProofError: the claim is not true.
     """
     name = _conversion(bits, conversion)
     blob = transform(TILE_N, tile_k(bits), bits, name).bit_map()
@@ -153,8 +155,9 @@ def prove_thread_load(bits: int, conversion: str | None = None) -> Proof:
 
 
 def _register_order(bits: int, conversion: str) -> Layout:
-    """Returns the order of a thread's stored codes of one k step: the layout from a code's position to its index in the
-    fragment."""
+    """Returns the order in which a thread's codes of one k step are stored, as the layout from a code's position to the
+    code's index in the fragment.
+    """
     order = as_modes(CONVERSIONS[conversion].register_layout())
     registers = wgmma_a(16).num_values * bits // 32
     return from_modes((*order, (registers, 32 // bits)))

@@ -1,9 +1,9 @@
 """Proofs that ldmatrix delivers the fragments of narrow weights whose rows step S1 has permuted.
 
-ldmatrix moves 16-bit elements: thread t gets the 32 bits at columns ``2 * (t % 4)`` of row ``t // 4``. Narrow weights
-put 4 or 8 consecutive rows of K into those 32 bits, while the MMA wants pairs of rows 8 apart. Permuting rows offline
-by S1 makes the two agree. Both sides are linear maps over F2 from (thread, value) to (k, n), so the agreement is an
-identity of two matrices.
+ldmatrix moves 16-bit elements: thread t gets the 32 bits at columns ``2 * (t % 4)`` of row ``t // 4``. In narrow
+weights, those 32 bits hold 4 or 8 consecutive rows of K, but the MMA needs pairs of rows whose indices differ by 8.
+Step S1 permutes rows offline, so that the two agree. What ldmatrix delivers and what the MMA needs are linear maps over
+F2 from (thread, value) to (k, n). They agree if their matrices are equal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MMA_COLUMNS = 8
 
 
 def delivered(bits: int, rows: Layout) -> BitMap:
-    """Returns the map from (thread, value) to n + 8 * k: the element that ldmatrix delivers to that value, from
-    column-major weights whose rows were permuted.
+    """Returns the map from (thread, value) to n + 8 * k, the index of the element that ldmatrix delivers to that value.
+    Weights are column-major, and their rows have been permuted.
 
     Args:
         bits: element width, 4 or 8.
@@ -38,8 +38,9 @@ def delivered(bits: int, rows: Layout) -> BitMap:
 
 
 def wanted(fragment: Fragment, k: int) -> BitMap:
-    """Returns the map from (thread, value) to n + 8 * k: the element that the MMAs want in that value. The MMAs follow
-    each other along K, over ``k`` rows."""
+    """Returns the map from (thread, value) to n + 8 * k, the index of the element that the MMAs need in that value.
+    Consecutive MMAs process consecutive parts of K, ``k`` rows in all.
+    """
     one = fragment.bit_map()
     steps = k // fragment.tile[1]
     further = tuple(1 << one.out_bits + i for i in range(bits_of(steps)))
@@ -50,7 +51,7 @@ def prove_row_permutation(bits: int, activation_bits: int = 16) -> Proof:
     """Proves that S1 followed by ldmatrix gives each thread exactly its B fragments of the following MMA steps.
 
     Raises:
-        ProofError: a thread gets other elements.
+        ProofError: a thread gets different elements.
     """
     fragment = FRAGMENTS["mma_b_m16n8k16" if activation_bits == 16 else "mma_b_m16n8k32"]
     order = fastertransformer.row_order(bits, activation_bits)
@@ -65,7 +66,7 @@ def prove_volta_needs_none() -> Proof:
     One aligned load of four neighbouring elements, whatever their width, fills the fragment of m8n8k4.
 
     Raises:
-        ProofError: a thread's fragment is no such run.
+        ProofError: the elements of a thread's fragment are not neighbours.
     """
     fragment = FRAGMENTS["volta_b_row_m8n8k4"]
     threads, values = (as_modes(mode) for mode in fragment.modes())
