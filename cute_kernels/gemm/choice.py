@@ -31,16 +31,21 @@ def candidates(problem: LinearProblem) -> Iterator[Schedule]:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem) -> Schedule:
-    """Returns the schedule that is expected to be the fastest, of those for which the model of time is fitted if there
-    are any."""
+    """Returns the schedule that is expected to be the fastest. If the time model is fitted for some schedules, it is
+    one of them.
+    """
     found = list(candidates(problem))
     fitted = [schedule for schedule in found if is_fitted(problem, schedule)]
     return min(fitted or found, key=lambda schedule: expected_us(problem, schedule))
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Whether the time model is fitted to measurements of schedules like this one. Up to `FEW_ROWS` rows, no other
-    schedules are chosen where there is one that is. For tiles of so few rows, `Reduction.is_fitted` decides."""
+    """Returns whether the time model has constants that were fitted to measurements of such schedules.
+
+    If there is such a schedule, no other schedule is chosen for up to `FEW_ROWS` rows. For tiles of so few rows,
+    `Reduction.is_fitted` decides. Schedules of `stream` are treated as fitted, and so are all
+    schedules of problems that have more rows or are batch-invariant.
+    """
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
     return schedule.config.reduction.is_fitted(schedule.config)

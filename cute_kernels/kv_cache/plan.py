@@ -1,4 +1,4 @@
-"""The plan of an append, the part of it that is kept from call to call: compiled function, angles, launch numbers."""
+"""The plan of an append: the compiled function, angles and constant arguments, which are kept from call to call."""
 
 from __future__ import annotations
 

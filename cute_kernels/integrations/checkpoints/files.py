@@ -47,10 +47,11 @@ def load_safetensors(
 
     Args:
         path: a safetensors file, or a directory of them with the model's config.json or quantize_config.json.
-        config: the quantisation configuration (`quantization_config`), default that of the directory. It is read
-            for quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's
-            packing_format and extra_config, and compressed-tensors' config_groups. quant_method tells AWQ from GPTQ;
-            without it, shapes do. sym, desc_act, zero_point, symmetric and actorder are compared with the tensors.
+        config: the quantisation configuration (`quantization_config`), default that of the directory. It is read for
+            quant_method, bits, group_size, checkpoint_format, version, GPTQModel's dynamic, AutoRound's packing_format
+            and extra_config, and compressed-tensors' config_groups. quant_method says whether the format is AWQ or
+            GPTQ; if it is missing, shapes decide. sym, desc_act, zero_point, symmetric and actorder are compared with
+            the tensors.
         dtype: dtype of scales and activations; default the checkpoint's, or bf16 if that is fp32.
         device: where the layers are put; packing is done on the CPU.
         activations: sets `QuantizedLinear.activations` of each layer. None: "fp8" if the checkpoint declares FP8,
@@ -83,10 +84,12 @@ def load_quantized_linears(
 ) -> nn.Module:
     """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
-    The model's layers may be on the meta device. What the checkpoint does not quantise is not loaded. A layer that
-    the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
-    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format. Forward hooks of
-    layers are kept. A layer whose other hooks or own forward would be lost is unpacked; such experts are refused.
+    The model's layers may be on the meta device. Tensors that the checkpoint does not quantise are not loaded. A layer
+    that the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
+    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format.
+
+    Forward hooks of layers are kept. A layer with other hooks, or with a forward of its own, is unpacked, since these
+    would be lost. Experts with other hooks or a forward of their own are refused.
 
     Args:
         model: a module with an nn.Linear of each name and shape that `load_safetensors` yields. A transformers model
@@ -95,8 +98,8 @@ def load_quantized_linears(
         progress: called after each layer with its name, the number of layers done and the number of all layers.
 
     Returns:
-        ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) says of each layer its
-        format, whether and why products are in 16 bits or FP8, and the declared activations. It also lists layers with
+        ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) has each layer's format,
+        whether its products are in 16 bits or FP8 and why, and the declared activations. It also lists layers with
         weights in 16 bits. Experts have no static scales.
 
     Raises:

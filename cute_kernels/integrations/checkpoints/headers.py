@@ -49,13 +49,13 @@ def read_headers(path: Path) -> Headers:
     """Reads the tensors of a file, or of a directory, by name.
 
     A directory's files are those that its index names. Without an index they are model.safetensors, or else all files.
-    If names of files count shards (model-00001-of-00002), all shards have to be there. If two files have a tensor, the
-    index says from which of them it is read.
+    If a file's name says that it is one of several shards (model-00001-of-00002), all shards must be there. If two
+    files have a tensor, the index says from which of them it is read.
 
     Raises:
         FileNotFoundError: there is no such file, no safetensors file in the directory, or a shard is missing.
-        ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names neither,
-            or no file has a tensor of the index. The message names file and tensor.
+        ValueError: a file is no safetensors file or is truncated, a tensor is in two files and the index names neither
+            file, or the index names a tensor that no file has. The message names file and tensor.
     """
     promised = _read_index(path / INDEX) if (path / INDEX).exists() else {}
     files = [path / name for name in sorted(set(promised.values()))] if path.is_dir() else [path]

@@ -52,7 +52,7 @@ _SILU = tuple(type(ACT2FN[name]) for name in ("silu", "swish"))
 
 
 class Block:
-    """A ``forward`` that replaces a module's own ``forward``. ``own`` is the replaced one.
+    """A ``forward`` that replaces a module's own ``forward``. ``own`` is the replaced ``forward``.
 
     Attributes:
         compiles: whether torch.compile guards everything that a call depends on.

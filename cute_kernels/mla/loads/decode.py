@@ -68,8 +68,8 @@ class TokenDecoder:
     def load(self, condition, address, offset: int, num_words: int, constant: bool) -> list[Uint32]:
         """Starts loading words of the cache; they are zeros if condition is 0.
 
-        constant: whether this load is marked as a load of constant memory, which the compiler may postpone. False in
-        the constructor overrides it.
+        constant: whether this load is marked as a load of constant memory, which the compiler may postpone. No load is
+        marked if ``self.constant`` is False.
         """
         return numbers.load_global_if(condition, address, offset, num_words, constant=constant and self.constant)
 
