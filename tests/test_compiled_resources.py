@@ -78,6 +78,7 @@ GOOD: dict[str, Any] = {
     "num_instructions": 2000,
     "opcodes": {"HGMMA": 16, "UTMALDG": 4, "UBLKCP": 6},
 }
+SERIALISED = "a fence and a wait for each MMA: ptxas serialised them, want one for each commit group"
 TILES = next(spec for spec in SPECS if spec.symbol.startswith("linear_wgmma_w4bf16_g128_m256n64x2k64_"))
 
 
@@ -90,6 +91,8 @@ TILES = next(spec for spec in SPECS if spec.symbol.startswith("linear_wgmma_w4bf
         ({"dynamic_smem_bytes": 232_449}, ["233473 bytes of shared memory of 1 CTAs, want at most 233472"]),
         ({"opcodes": {"HMMA": 16, "UTMALDG": 4, "UBLKCP": 6}}, ["MMA instructions ['HMMA'], want ['HGMMA']"]),
         ({"opcodes": {"HGMMA": 16, "UBLKCP": 6}}, ["copies by ['UBLKCP'], want ['UBLKCP', 'UTMALDG']"]),
+        ({"opcodes": GOOD["opcodes"] | {"WARPGROUP": 31}}, []),
+        ({"opcodes": GOOD["opcodes"] | {"WARPGROUP": 32}}, [SERIALISED]),
     ],
 )
 def test_a_broken_rule_is_said(change: dict[str, Any], said: list[str]):

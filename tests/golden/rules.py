@@ -64,6 +64,9 @@ def broken(spec: KernelSpec, kernel: dict[str, Any]) -> Iterator[str]:
     if sum(opcodes.get(name, 0) for name in ("LDL", "STL")) > MOST_ACCESSES * kernel["num_instructions"]:
         yield f"more than {MOST_ACCESSES:.0%} of the instructions are to local memory"
     yield from _without_room(spec, kernel)
+    group_steps = getattr(getattr(spec.config, "mainloop", None), "group_steps", 1)
+    if group_steps > 1 and 0 < 2 * opcodes.get("HGMMA", 0) <= opcodes.get("WARPGROUP", 0):
+        yield "a fence and a wait for each MMA: ptxas serialised them, want one for each commit group"
     wanted = set(next(names for pattern, names in INSTRUCTIONS.items() if fnmatch(spec.symbol, pattern)).split())
     found = {name for name in MMA | COPIES if opcodes.get(name)}
     if found & MMA != wanted & MMA:

@@ -139,7 +139,7 @@ class DecodedCost(MainloopCost):
 class SumsCost(DecodedCost):
     """The cost of `ScaledSums`."""
 
-    # Of two warpgroups with two tiles each: nobody decodes while both wait for their sums.
+    # Of two warpgroups with two tiles each, as measured while ptxas still serialised their MMAs.
     waiting = 1.15
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_kernels.device import ptx, wgmma
@@ -22,10 +21,11 @@ class ScaledSumsMainloop(RegisterMainloop):
     def multiply_k_block(self, acc, memory, here, place: Lane, channel, last, releases, tile_m: int):
         """Adds W X^T of a k block to ``acc`` as `RegisterMainloop.multiply_k_block` does, and waits for its MMAs."""
         tiles, tile_acc, count = range(self.config.n_tiles), self.config.tile_m // 2, tile_m // 2
-        sums = cute.make_rmem_tensor(self.config.thread_acc, Float32)
-        sums.fill(0.0)
-        scales = [self.stages.load_groups(memory, here.stage, place, tile)[0][0] for tile in tiles]
+        # Zeros of registers of their own. If a second tile's zeros were written after the first tile's MMAs had begun,
+        # ptxas would serialise all MMAs.
+        sums = wgmma.wait_for([Float32(0.0)] * self.config.thread_acc, 0)
         super().multiply_k_block(sums, memory, here, place, channel, last, releases, tile_m)
+        scales = [self.stages.load_numbers(memory, here.stage, place, tile)[0][0] for tile in tiles]
         finished = wgmma.wait_for([sums[tile * tile_acc + i] for tile in tiles for i in range(count)], 0)
         for number, value in enumerate(finished):
             tile, i = divmod(number, count)
@@ -33,6 +33,6 @@ class ScaledSumsMainloop(RegisterMainloop):
             acc[tile * tile_acc + i] = ptx.fma(value, scales[tile][i // 2 % 2], acc[tile * tile_acc + i])
 
     def fragment(self, words, step: int, groups, masks) -> list[Any]:
-        """Returns the A operand of a k16 step: codes as numbers, not scaled."""
-        decoder = self.stages.decoder
-        return decoder.fragment(words[step // decoder.steps], step % decoder.steps, None, masks)
+        """Returns the A operand of a k16 step: codes as numbers, not scaled unless the decoder itself scales them."""
+        decoder, ((_, rows),) = self.stages.decoder, groups
+        return decoder.fragment(words[step // decoder.steps], step % decoder.steps, rows, masks)
