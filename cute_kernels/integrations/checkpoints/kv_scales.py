@@ -13,11 +13,12 @@ import torch
 from cute_kernels.integrations.checkpoints.headers import Entry, read_json
 
 # ModelOpt and compressed-tensors put them on the attention; the latter's first releases on the projections' outputs.
-# Layers of encoders, and those that predict further tokens, have numbers of their own and no part of the model's cache.
 _KEY = re.compile(
-    r"^(?!.*(?:vision|visual|audio|encoder|mtp))(?:.*\.)?layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
+    r"(?:^|\.)layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
     r"(?:(?P<which>[kv])_scale|(?P<projection>[kv])_proj\.(?:[kv]_scale|output_scale)|(?P<both>kv_scale))$"
 )
+# Layers of encoders, and those that predict further tokens, have numbers of their own and no part of the model's cache.
+_OTHERS = re.compile(r"vision|visual|audio|encoder|mtp")
 _FORMATS = {("float", 8): "e4m3", ("int", 8): "int8"}
 
 
@@ -46,7 +47,7 @@ def kv_scales_of(entries: Mapping[str, Entry], path: Path) -> dict[int, KvScale]
     v, or a scale that is not positive."""
     keys: dict[int, dict[str, str]] = {}
     for key in sorted(entries):
-        if found := _KEY.search(key):
+        if (found := _KEY.search(key)) and not _OTHERS.search(key):
             for which in found["which"] or found["projection"] or "kv":
                 keys.setdefault(int(found[1]), {})[which] = key
     if not keys:

@@ -358,12 +358,14 @@ def test_scales_of_the_cache_are_read_by_layer(tmp_path, names):
 
 
 @pytest.mark.parametrize("other", ["model.vision_tower.encoder", "model.visual", "mtp"])
-def test_scales_of_other_layers_of_the_same_numbers_are_not_the_caches(tmp_path, other):
-    of_cache = kv(("k_scale", "v_scale"))
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
+def test_scales_of_other_layers_of_the_same_numbers_are_not_the_caches(tmp_path, other, names):
+    of_cache = kv(names)
     more = {key.replace("model.", f"{other}.", 1): 8 * scale for key, scale in of_cache.items()}
-    save_file(of_cache | more, tmp_path / "model.safetensors")
+    write(tmp_path, llama(), "compressed-tensors", tensors=of_cache | more)
     found = read_kv_scales(tmp_path)
     assert {layer: (s.k.item(), s.v.item()) for layer, s in found.items()} == {0: (0.5, 1.0), 1: (1.0, 2.0)}
+    assert load_model(tmp_path).kv_scales == found  # they are left out of a model that has no such layers
 
 
 def test_a_checkpoint_without_scales_has_none(tmp_path):
