@@ -327,8 +327,8 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
         return []
 
     def algorithm(few: ExtendConfig) -> Algorithm:
-        shape = call.q.shape[1], call.num_kv_heads, _num_sms(call)
-        return Algorithm(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, call.batch, *shape))
+        sizes = call.batch, call.q.shape[1], call.num_kv_heads, _num_sms(call)  # kept, unlike the call's tensors
+        return Algorithm(_launch_of(call, few), lambda queries, _: serves_key_rows(few, queries, *sizes))
 
     return [algorithm(few) for few in key_rows_for(call, config)]
 

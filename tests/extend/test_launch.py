@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from bench.configured import bind_config
-from cute_kernels.attention import extend_attention, ops, ragged
+from cute_kernels.attention import decode_attention, extend_attention, ops, ragged
 from cute_kernels.attention.arguments import COMBINE, EXTEND, UNPACK
 from cute_kernels.attention.call import make_extend_call
 from cute_kernels.attention.checks import MAX_TOKENS
@@ -19,6 +21,7 @@ from cute_kernels.attention.problem import AttentionProblem
 from cute_kernels.attention.ragged import ragged_attention
 from cute_kernels.formats.kv import format_of
 from cute_kernels.runtime.launch_arguments import LaunchArguments
+from tests.extend import cases
 from tests.launchers import Launch, recording
 from tests.observed import calls_of
 
@@ -483,3 +486,23 @@ def test_who_says_that_a_tile_is_there(formats):
     assert config.tile_fillers == FILLERS[formats] and config.can_implement() is None
     scaled = choose(AttentionProblem.ragged(128, "bf16", "int8_token_head", "bf16", 64))
     assert scaled.tile_fillers == (4, 4) and scaled.scale_runs == 4 and scaled.operand_types == ("bf16", "fp16")
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_kept_plan_keeps_no_tensor_of_its_call(decodes: bool):
+    """Above all no cache. Plans of extend attention have several algorithms, key rows among them."""
+    with recording() as recorded:
+        call = cases.make_call("e4m3_tensor", [1, 1] if decodes else [4, 6], [300, 500])
+        if decodes:
+            q, *cache = call.tensors
+            options = {name: value for name, value in call.keywords.items() if name != "cu_seqlens_q"}
+            decode_attention(q.unsqueeze(1), *cache, **options)
+            del q, cache, options
+        else:
+            extend_attention(*call.tensors, **call.keywords)
+            assert any(getattr(spec.config, "key_rows", None) is not None for spec, _ in recorded.loaded)
+        recorded.launches.clear()
+        alive = [weakref.ref(tensor) for tensor in call.tensors]
+        del call
+        gc.collect()
+        assert [each() for each in alive] == [None] * len(alive)
