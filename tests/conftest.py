@@ -78,6 +78,18 @@ def compilers_wait_for_the_next_kernels() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def output_of() -> Iterator[Callable[..., str]]:
+    """What a program prints that runs in a process of its own; fails the test with its stderr if it does not end well.
+
+    The process has imported PyTorch, and nothing of this project's.
+    """
+    from tests.forks import of_one_process
+
+    with of_one_process(Path(__file__).parents[1]) as programs:
+        yield programs.run
+
+
 def pytest_configure() -> None:
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if reason_without_gpu() or processes > 1:

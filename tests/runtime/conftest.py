@@ -45,16 +45,3 @@ def python() -> Callable[..., subprocess.Popen[str]]:
         )
 
     return start
-
-
-@pytest.fixture
-def output_of(python: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
-    """What a program prints; fails the test with its stderr if it does not end well."""
-
-    def run(program: str, *arguments: str, path: Path | None = None, **environment: str) -> str:
-        process = python(program, *arguments, path=path, **environment)
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, err
-        return out.strip()
-
-    return run

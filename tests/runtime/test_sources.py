@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -326,17 +327,18 @@ def kept_digests(room: Room) -> tuple[dict[str, str], bool]:
     return found, definitions.reads() > 0
 
 
-def test_a_process_reads_no_source_once_others_have_noted_what_they_find_at_the_same_time(
-    kept: Path, python: Callable, output_of: Callable
-):
-    processes = [python(LOOK) for _ in range(2)]
-    (*digests, reads), second = (process.communicate(timeout=600)[0].split() for process in processes)
-    assert all(process.returncode == 0 for process in processes)
+def test_a_process_reads_no_source_once_others_have_noted_what_they_find_at_the_same_time(kept: Path, python: Callable):
+    def printed(process: subprocess.Popen[str]) -> list[str]:
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, err
+        return out.split()
+
+    (*digests, reads), second = map(printed, [python(LOOK) for _ in range(2)])
     assert second[:-1] == digests and max(int(reads), int(second[-1])) > 0
     (index,) = kept.iterdir()
     lines = index.read_text().splitlines()
     assert len(set(lines)) == 2 and all(len(line) == 3 * 64 + 2 for line in lines)
-    assert output_of(LOOK).split() == [*digests, "0"]
+    assert printed(python(LOOK)) == [*digests, "0"]
 
 
 def test_what_was_found_before_is_what_a_search_finds(room: Room, kept: Path):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,11 @@ def test_a_weight_has_the_importers_and_their_documentation(name):
     assert f"see `cute_kernels.integrations.checkpoints.{name}.from_{name}`" in (importer.__doc__ or "")
 
 
-def test_a_weight_has_them_whatever_is_imported_first():
+def test_a_weight_has_them_whatever_is_imported_first(output_of: Callable[..., str]):
     code = "from cute_kernels.gemm.weight import PackedWeight; print(PackedWeight.from_awq.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "from_awq"
+    assert output_of(code) == "from_awq"
 
 
-def test_importing_reads_no_other_library():
+def test_importing_reads_no_other_library(output_of: Callable[..., str]):
     code = "import sys, cute_kernels; print([name for name in ('transformers', 'safetensors') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert output_of(code) == "[]"
