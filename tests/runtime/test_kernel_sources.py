@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
+import cProfile
 import gc
 import importlib
 import pkgutil
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import pytest
 
@@ -133,18 +133,10 @@ def everything_imported() -> None:
 def functions_run() -> Iterator[set[tuple[str, int, str]]]:
     """(file, line, name) of every Python function that is called, once the block has ended."""
     found: set[tuple[str, int, str]] = set()
-    codes: dict[int, CodeType] = {}  # by identity: a code's hash is that of all it consists of
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        codes[id(frame.f_code)] = frame.f_code
-
-    before = sys.gettrace()
-    sys.settrace(note)  # of calls alone, while a profile has returns and calls of C, too
-    try:
+    with cProfile.Profile(builtins=False) as profile:
         yield found
-    finally:
-        sys.settrace(before)
-        found.update((code.co_filename, code.co_firstlineno, code.co_name) for code in codes.values())
+    codes = (entry.code for entry in profile.getstats() if isinstance(entry.code, CodeType))
+    found.update((code.co_filename, code.co_firstlineno, code.co_name) for code in codes)
 
 
 def forget_results() -> None:
