@@ -48,9 +48,8 @@ def test_zero_points_which_products_in_fp8_would_ignore_are_refused():
     without: Any = weight_format("mxfp8")
     kind: Any = type("WithZeros", (type(without),), {"has_zeros": True})
     form = kind(**{field.name: getattr(without, field.name) for field in fields(without)})
-    with pytest.raises(
-        ValueError, match="activations: got 'fp8' for weights in .*, want None .*, or weights with no zero points"
-    ):
+    message = "activations: got 'fp8' for weights in .*, want None .*, or weights with no zero points"
+    with pytest.raises(ValueError, match=message):
         check_activations("fp8", None, form)
 
 
