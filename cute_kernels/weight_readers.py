@@ -62,7 +62,8 @@ def layers_read_by_code(model: nn.Module) -> dict[nn.Module, str]:
 
 @cache
 def _readings(kind: type) -> tuple[_Reading, ...]:
-    """Returns the readings in the methods of a class. torch's own classes, and methods without source, have none."""
+    """Returns each place where the methods of a class, inherited methods included, read the weight of a layer. Methods
+    of torch's own classes, methods that set up weights, and methods without source are skipped."""
     methods: dict[str, FunctionType] = {}
     for base in reversed(kind.__mro__):
         if not base.__module__.startswith("torch."):

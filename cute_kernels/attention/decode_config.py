@@ -244,8 +244,8 @@ class DecodeConfig:
 
     @property
     def partial_words(self) -> int:
-        """Number of words of workspace that a split's partial result of a query head takes: vectors of 4 columns, each
-        with a maximum and a sum.
+        """Number of words of workspace that one split's partial result of one query head takes. Every 4 columns of V
+        take 6 words: the 4 columns' sums, and the split's maximum and sum.
         """
         return self.v_head_dim + self.v_head_dim // 2
 
@@ -369,8 +369,8 @@ def copies_per_tile(config: DecodeConfig) -> int:
 
 
 def lane_tokens(config: DecodeConfig) -> int:
-    """Returns how many tokens of a tile each lane copies in bulk. They lie in one page. If one copy brings the tokens
-    of several lanes, the lane of the copy's first token issues it.
+    """Returns how many consecutive tokens of a tile, all in one page, are a lane's share. A lane issues the bulk copies
+    that begin in its share. A copy may reach into the shares of the next lanes, which then issue no copy.
     """
     runs = [tokens_per_copy(config, tile) for tile in tiles_of(config) if isinstance(tile, RowTile)]
     if not runs:

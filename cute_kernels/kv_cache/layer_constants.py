@@ -55,7 +55,8 @@ class LayerConstants:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns a key for each layer, see `KVCache.keys`. Waits for the device."""
+        """Returns a text for each layer that tells its format, scales and transform. Caches with equal texts can read
+        each other's rows (`KVCache.keys`). Waits for the device."""
         return tuple(
             layer_key(formats, self._head_dims, self._num_kv_heads, scales, transform)
             for formats, scales, transform in zip(self._formats, self._scales, self.transforms, strict=True)

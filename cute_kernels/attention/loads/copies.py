@@ -131,8 +131,12 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Issues bulk copies, one for each run of tokens; every lane issues its own. Rows beyond the request's end are
-        left out, since their page may not exist.
+        """Issues the bulk copies of a tile. A copy brings a run, which is consecutive tokens of one page. Each lane
+        issues the copies that begin in its share of the tile. Rows beyond the request's end are left out, since their
+        page may not exist.
+
+        token: the tile's first token. tokens: how many tokens are copied. page, place: the page in which the lane's
+        share begins, and the place in it.
         """
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)

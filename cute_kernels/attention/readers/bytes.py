@@ -280,8 +280,8 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
                     self.multiply_add(state, LOAD_CHUNKS * load + half, [*first, *last], probability, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
-        columns of V)."""
+        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
+        values of consecutive columns of V)."""
         result = []
         for chunk in range(self.tile.num_chunks):
             scales = self._output_scales(state, chunk)

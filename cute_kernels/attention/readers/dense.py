@@ -133,8 +133,8 @@ class DenseValueReader(SwizzledLoads, ValueReader):
                 self.multiply_add(state, step, a, [rows[2 * pair : 2 * pair + 2] for rows in operands], self.dtype)
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (column of queries, first column of V, fp32 values of consecutive
-        columns of V)."""
+        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
+        values of consecutive columns of V)."""
         return [
             (column, K_STEP * step + MATRIX * half + state.g, [state.accumulators[self.place(step, half, column)]])
             for step in range(self.num_loads)

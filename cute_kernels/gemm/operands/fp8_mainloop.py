@@ -209,12 +209,12 @@ class Fp8Mainloop(StageByStage):
         return sums
 
     def add(self, acc, k_block: KBlock, group: Group, sums, before: Sequence[Any], first_row: int = 0) -> list[Any]:
-        """Scales a group's sums for some rows of x, and adds them up. Returns the new total of the k block, or [] after
-        its last group.
+        """Multiplies a group's sums by its weight scales and adds them to ``before``, the total of the k block's
+        earlier groups. Returns the new total. After the last group, the total is multiplied by the scales of x and
+        added to ``acc`` instead, and [] is returned. If x has one scale per row, each group's sums are added to ``acc``
+        at once, and [] is always returned.
 
-        before: the total of the k block's earlier groups. After the last group, the total times the scales of x is
-        added to the accumulators. If x has one scale per row, there is no total: each group's sums are added to the
-        accumulators at once, and the result is [].
+        first_row: the first row of the tile that the sums belong to.
         """
         first, scales = group.tile * (self.config.tile_m // 2) + first_row // 2, group.scales
         if self.by_row:

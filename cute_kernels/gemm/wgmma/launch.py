@@ -74,7 +74,9 @@ class TileSchedule:
 
 
 class TileRates(NamedTuple):
-    """Clocks of decoded tiles, per k16 step of a tile of 64 features unless stated otherwise.
+    """The coefficients of a model of time, in clocks, for tiles whose weights are decoded.
+
+    The first four are per k16 step of a tile of 64 features, those from ``work_tile`` on per work tile.
 
     Attributes:
         decode: clocks of decoding, for any number of rows.

@@ -1,18 +1,19 @@
 """transformers' attention function. It chooses the path on which a call is computed.
 
-| keys and values | call | path |
+| keys and values | call, and options that it may have | path |
 |---|---|---|
 | tensors: no cache, or any of transformers' | plain or masked, causal or not, dropout | transformers' SDPA |
 | | soft cap, sinks | the model's own eager function, which defines them |
-| a `DecodeCache`'s handle | up to 16 queries: padding, window, soft cap, sinks, any mask | `append_and_decode` |
-| | more, or padding among them: causal, window, soft cap, sinks | `extend_attention`, SDPA for a plain first turn |
+| a `DecodeCache`'s handle | up to 16 queries; padding, window, soft cap, sinks, any mask | `append_and_decode` |
+| | more queries, or padding among them; causal, window, soft cap, sinks | `extend_attention`, or SDPA: see below |
 | | anything else | as tensors: older tokens dequantised, new ones exact |
-| a handle of latents | up to 16 queries: padding | `mla_decode` |
+| a handle of latents | up to 16 queries; padding | `mla_decode` |
 | | anything else | as tensors, of latents expanded |
 
-With `extend_attention`, a first turn attends to the exact keys and values that it has just computed. A later turn
-attends to the packed rows, which include its own new tokens. Padding is removed first: queries and keys are only
-tokens, one request after the other.
+A first turn is a call whose request has no tokens in the cache yet. Without mask, soft cap and sinks it takes SDPA. With
+`extend_attention`, it attends to the exact keys and values that it has just computed. A later turn attends to the
+packed rows, which include its own new tokens. Padding is removed first: queries and keys are only tokens, one request
+after the other.
 """
 
 from __future__ import annotations

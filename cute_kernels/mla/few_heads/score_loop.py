@@ -273,7 +273,10 @@ class ScoreLoop:
         return found
 
     def store_weights(self, weights, state: State, scales, memory, buffer, warp, lane) -> None:
-        """Stores weight * scale / limit * 2**7 of the warp's tokens for every tile, two 8 x 16 matrices at a time."""
+        """Stores the warp's softmax weights in shared memory as fp16, once for each tile of columns of V. They are
+        multiplied by 2**`WEIGHT_SLACK` and by each token's scale in the tile, and divided by the tile's limit
+        (`State.limits`), a power of two. One instruction stores two 8 x 16 matrices.
+        """
         matrices = []
         for tile in range(NUM_TILES):
             unit = inverse_power(state.limits[tile]) * 2.0**WEIGHT_SLACK

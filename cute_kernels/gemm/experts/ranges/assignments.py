@@ -107,8 +107,11 @@ class AssignmentFinder:
 
 
 def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
-    """Returns one set of assignments, as words of bits, for each of a lane's assignments: all assignments with the same
-    expert."""
+    """Returns, for each of the lane's one or two assignments, which of the warp's assignments have the same expert.
+    This is a bit mask of one 32-bit word for each assignment of a lane; bit i of a word stands for lane i.
+
+    experts: the experts' ids of the lane's assignments. num_experts: the number of experts, above all ids.
+    """
     if len(experts) == 1:
         return [[Uint32(cute.arch.match_sync(ALL_LANES, experts[0]))]]
     first, second = experts

@@ -75,6 +75,6 @@ def entry_rows(config: WgmmaConfig) -> int:
 
 
 def ring_config(config: EntryConfig) -> WgmmaConfig[RegisterWgmma]:
-    """Returns one warpgroup's half of the kernel as a configuration."""
+    """Returns the configuration of one of the kernel's two warpgroups, which has a ring of half of the stages."""
     mainloop = RegisterWgmma(config.mainloop.group_steps, config.mainloop.in_flight)
     return replace(config, warpgroups=1, num_stages=config.num_stages // RINGS, mainloop=mainloop)
