@@ -90,3 +90,9 @@ def test_batch_invariant_products_round_weights_in_all_tiles():
         experts = GroupedProblem(8 * m, 8, 4096, 4096, 4096, FP8_BLOCK, "bf16", batch_invariant=True)
         assert type(make_tiles(experts).config.mainloop) is RegisterWgmma
     assert "accumulators" in str(WgmmaConfig(FP8_BLOCK, "bf16", mainloop=ScaledSums()).can_implement())
+
+
+def test_sums_that_three_warpgroups_would_spill_are_refused():
+    sizes = {"warpgroups": 3, "block_k": 128, "num_stages": 2, "mainloop": ScaledSums()}
+    assert "spill" in str(WgmmaConfig(FP8_BLOCK, "bf16", tile_m=32, n_tiles=2, **sizes).can_implement())
+    assert WgmmaConfig(FP8_BLOCK, "bf16", tile_m=16, n_tiles=2, **sizes).can_implement() is None

@@ -47,6 +47,7 @@ ROW_SCALE_BYTES = 4  # and their scale
 LIMB_TILE_M = 64  # rows of x whose two limbs are the columns of one MMA
 X_SCALE_ALIGNMENT = 4  # fp32 scales in 16 bytes, where copies begin: a tile's first scale is any of them
 FLOAT_BYTES = 4
+THREE_WARPGROUPS_SUMS_M = 48  # rows of all tiles of a warpgroup whose sums fit beside the accumulators in 160 registers
 SYNCHRONOUS_TILE_M = 32  # rows of x of the widest synchronous tile
 # K blocks of each tile that are asked into L2 before a CTA makes its barriers, as measured for tiles with a DSMEM
 # reduction of up to PREFETCHED_TILE_M rows: by the bits of a code and the tiles of a block.
@@ -248,6 +249,8 @@ class ScaledSums(RegisterWgmma):
         form = config.format
         if form.scale_bytes != FLOAT_BYTES or form.sums_inputs or form.row_scales or config.k_block_groups != 1:
             return f"sums want one fp32 scale for all of a k block, not {form.key} with k blocks of {config.block_k}"
+        if config.warpgroups == 3 and config.n_tiles * config.tile_m > THREE_WARPGROUPS_SUMS_M:
+            return f"threads of three warpgroups spill sums of {config.n_tiles} tiles of {config.tile_m} rows"
         return super().problem(config)
 
 

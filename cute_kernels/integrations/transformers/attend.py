@@ -10,8 +10,8 @@
 | a handle of latents | up to 16 queries; padding | `mla_decode` |
 | | anything else | as tensors, of latents expanded |
 
-A first turn is a call whose request has no tokens in the cache yet. Without mask, soft cap and sinks it takes SDPA. With
-`extend_attention`, it attends to the exact keys and values that it has just computed. A later turn attends to the
+A first turn is a call whose request has no tokens in the cache yet. Without mask, soft cap and sinks it takes SDPA.
+With `extend_attention`, it attends to the exact keys and values that it has just computed. A later turn attends to the
 packed rows, which include its own new tokens. Padding is removed first: queries and keys are only tokens, one request
 after the other.
 """
