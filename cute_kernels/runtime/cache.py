@@ -24,12 +24,8 @@ from cute_kernels.runtime.store import DiskStore, Entry, Key, default_directory,
 
 
 class Progress(NamedTuple):
-    """A report that a kernel is ready: the `done`-th of `total` kernels.
-
-    Attributes:
-        source: where the kernel was found ("memory", "bundle", "disk" or "compiled").
-        seconds: how long loading or compiling took.
-    """
+    """A report that a kernel is ready: the `done`-th of `total` kernels. `source` says where it was found ("memory",
+    "bundle", "disk" or "compiled"). `seconds` is how long loading or compiling took."""
 
     done: int
     total: int
