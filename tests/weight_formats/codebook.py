@@ -13,6 +13,7 @@ import torch
 
 from cute_kernels.formats.weights import WeightFormat, register
 from cute_kernels.formats.weights.decoder import CodeDecoder
+from layouts.numbers import ceil_log2
 
 BOOK = (-1.0, -0.8125, -0.625, -0.46875, -0.3125, -0.1875, -0.0859375, 0.0, 0.07421875, 0.15625, 0.25, 0.34375,
         0.453125, 0.5859375, 0.75, 0.953125)  # fmt: skip
@@ -65,7 +66,8 @@ class CodebookFormat(WeightFormat):
         return values.log2().round().add(BIAS).clamp(0, MOST).to(torch.uint8)
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        exponents = w.abs().amax(dim=-1).log2().ceil().add(BIAS)
+        # A GPU's logarithms are not a CPU's: powers of two come from the bits of numbers.
+        exponents = ceil_log2(w.abs().amax(dim=-1).clamp(min=2.0**-BIAS)).add(BIAS)
         return exponents.clamp(0, MOST).to(torch.uint8), None
 
     def choose_codes(self, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
