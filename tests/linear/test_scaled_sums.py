@@ -23,8 +23,7 @@ from cute_kernels.runtime import default_cache
 from tests import golden
 from tests.golden.rules import broken
 from tests.linear.cases import random_weight
-from tests.linear.test_wgmma_products import Machine
-from tests.weight_formats.test_formats import TORCH_DTYPES
+from tests.linear.test_wgmma_products import DTYPES, Machine
 
 ZERO = 128
 
@@ -60,8 +59,8 @@ def test_a_decoder_has_the_numbers_of_its_rows(kind: Any, group_size: int, block
     steps = 1 if block_k == 64 else 2
     config = WgmmaConfig(form, dtype, tile_m=16, block_k=block_k, num_stages=2, mainloop=ScaledSums(steps))
     assert config.can_implement() is None
-    weight = random_weight(form, TORCH_DTYPES[dtype], config.block_rows, max(group_size, block_k))
-    x = torch.randn(config.tile_m, block_k, generator=torch.Generator().manual_seed(1)).to(TORCH_DTYPES[dtype])
+    weight = random_weight(form, DTYPES[dtype], config.block_rows, max(group_size, block_k))
+    x = torch.randn(config.tile_m, block_k, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
     exact = weight.dequantize(torch.float64)[:, :block_k]
     exact = exact.to(weight.dtype).double() if kind is Scaling else exact
     wanted = (x.double() @ exact.T).numpy()

@@ -43,6 +43,11 @@ def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
     return -(-problem.m // config.part_m)
 
 
+def scales_in_fp32(config: WgmmaConfig) -> bool:
+    """Returns whether decoding multiplies codes by fp32 scales, for which `FLOAT_RATES` is."""
+    return config.scales_codes and config.format.scale_bytes == FLOAT_BYTES
+
+
 def bytes_per_clock(schedule: TileSchedule) -> float:
     """Returns the rate at which a CTA's weights are loaded, in bytes per clock."""
     return min(MEMORY_BYTES_PER_CLOCK / schedule.num_ctas, SM_BYTES_PER_CLOCK)
@@ -75,7 +80,7 @@ class DecodedCost(MainloopCost):
     dsmem_row: float = 9
 
     def rates_of(self, problem: LinearProblem, config: WgmmaConfig) -> TileRates:
-        if config.scales_codes and config.format.scale_bytes == FLOAT_BYTES:
+        if scales_in_fp32(config):
             return FLOAT_RATES
         if config.scales_codes:
             plain = config.format.bits == 4 and not config.format.has_zeros

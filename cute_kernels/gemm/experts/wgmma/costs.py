@@ -11,9 +11,9 @@ from typing import ClassVar
 from cute_kernels.gemm.operands.fp8_config import Fp8Wgmma
 from cute_kernels.gemm.operands.fp8_schedule import SLOTS_SHARE, issue_slots
 from cute_kernels.gemm.wgmma.config import WgmmaConfig
-from cute_kernels.gemm.wgmma.costs import FLOAT_RATES, SUM_RATES
+from cute_kernels.gemm.wgmma.costs import FLOAT_RATES, SUM_RATES, scales_in_fp32
 from cute_kernels.gemm.wgmma.launch import K_BLOCK_CLOCKS
-from cute_kernels.gemm.wgmma.mainloops import FLOAT_BYTES, Limbs, Mainloop, MmaSync, RegisterWgmma, ScaledSums
+from cute_kernels.gemm.wgmma.mainloops import Limbs, Mainloop, MmaSync, RegisterWgmma, ScaledSums
 
 WORK_TILE_CLOCKS = 2200  # to store the results of two warpgroups where decoding or memory is the bound
 TENSOR_WORK_TILE_CLOCKS = 1500  # the same where the tensor cores are the bound
@@ -70,7 +70,7 @@ class RegisterCost(MainloopCost):
         clocks, row = self.decode[config.format.bits], self.row
         if scaled_as_decoded(config):
             clocks, row = self.scaled, self.scaled_row
-        elif config.scales_codes and config.format.scale_bytes == FLOAT_BYTES:
+        elif scales_in_fp32(config):
             clocks, row = FLOAT_RATES.decode, FLOAT_RATES.row
         return K_BLOCK_CLOCKS + steps_of(config) * (clocks * config.format.decode_cost + row * tile_m)
 
