@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cute_kernels.gemm.activations import out_features
 from cute_kernels.gemm.call import LinearCall
 from cute_kernels.gemm.operands.fp8 import E4M3, quantize_activations
-from cute_kernels.gemm.operands.fp8_config import ROUNDED, RowsConfig, x_group
-from cute_kernels.gemm.operands.fp8_launch import VECTOR, rows_for_products, rows_in_order, scales_of
+from cute_kernels.gemm.operands.fp8_config import x_group
+from cute_kernels.gemm.operands.fp8_launch import rounded_rows, rows_for_products, scales_of
 from cute_kernels.gemm.operands.fp8_schedule import fp8_schedule
 from cute_kernels.gemm.plan import aligned, of_rows
 from cute_kernels.gemm.product import make_product, problem_of, product_of
@@ -115,7 +115,7 @@ def _own_plan(call: LinearCall, index: int, *, in_16_bits: bool) -> Plan[[Linear
     scales = scales_of(x_group(form), call.activation_scale)
     if in_16_bits:
         product, numbers = product_of(problem, index), {}
-        rows = rows_in_order(RowsConfig(problem.dtype, scales, ROUNDED), m, -(-k // VECTOR) * VECTOR, index)
+        rows = rounded_rows(m, k, dtype, scales, index)
     else:
         product = make_product(fp8_schedule(problem), m, index)
         rows = rows_for_products(m, problem.k_pad, dtype, scales, index)

@@ -117,11 +117,59 @@ def test_layers_round_what_they_are_told_to():
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_each_product_of_a_layer_is_two_launches(form: str):
-    gate_up, down, x = experts(form, 512), experts(form, 64, 256, seed=3), numbers(5, 256)
+def routed(tokens: int, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns shares and experts, two of ``count``, of some tokens."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, count, generator=generator).argsort(1)[:, :2]
+    return torch.rand(tokens, 2, generator=generator), ids
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_few_rows_are_rounded_before_each_16_bit_product(form: str):
+    k, inner = (1024, 512) if form == "fp8" else (1000, 520)  # whole pieces of 16 bytes
+    gate_up = quantize_experts(numbers(16, 2 * inner, k, seed=2), format=form, dtype=BF16)
+    down, x = quantize_experts(numbers(16, k, inner, seed=3), format=form, dtype=BF16), numbers(5, k)
+    shares, ids = routed(5, count=16)
+    with recording() as plain:
+        fused_moe(x, gate_up, down, shares, ids)
     with recording() as cache:
-        fused_moe(x, gate_up, down, SHARES, IDS, activations="fp8")
+        fused_moe(x, gate_up, down, shares, ids, activations="fp8")
+    products = [launch.symbol for launch in plain.launches]
+    rows = f"linear_fp8_rows_bf16_{BY_GROUP if form == 'fp8_block' else BY_ROW}_rounded"
+    assert [launch.symbol for launch in cache.launches] == [rows, products[0], rows, *products[1:]]
+    first, up, second, out, _ = cache.launches
+    assert first.arguments[0].data_ptr() == x.data_ptr() and not first.arguments[2]  # all tokens, each once
+    assert up.arguments[0].data_ptr() == first.arguments[4] and tuple(up.arguments[0].shape) == (5, k)
+    assert second.arguments[0].data_ptr() in up.arguments[1:]  # the hidden activations
+    assert out.arguments[0].data_ptr() == second.arguments[4] and tuple(out.arguments[0].shape) == (10, inner)
+
+
+def test_a_grouped_product_of_few_rows_rounds_each_row_of_x_once():
+    weight, x = quantize_experts(numbers(16, 512, 1024, seed=2), format="mxfp4", dtype=BF16), numbers(6, 1024)
+    offsets, rows = torch.arange(17, dtype=torch.int32).clamp(max=9), torch.tensor([5, 1, 0, 3, 3, 2, 4, 4, 1]).int()
+    with recording() as cache:
+        grouped_linear(x, weight, offsets, rows=rows, activations="fp8")
+    rounded_x, product = cache.launches
+    assert rounded_x.symbol == f"linear_fp8_rows_bf16_{BY_ROW}_rounded" and not rounded_x.arguments[2]
+    assert product.arguments[0].data_ptr() == rounded_x.arguments[4] and tuple(product.arguments[0].shape) == (6, 1024)
+    assert rows.data_ptr() in product.arguments[1:]
+
+
+@pytest.mark.parametrize("options", [{"batch_invariant": True}, {"dtype": torch.float16}])
+def test_batch_invariant_and_fp16_products_of_few_rows_take_codes(options: dict[str, Any]):
+    dtype = options.pop("dtype", BF16)
+    gate_up, down = (quantize_experts(numbers(16, n, 512, seed=n), format="w4g128", dtype=dtype) for n in (1024, 512))
+    with recording() as cache:
+        fused_moe(numbers(5, 512).to(dtype), gate_up, down, *routed(5, count=16), activations="fp8", **options)
+    symbols = [launch.symbol for launch in cache.launches]
+    assert sum("_e4m3r" in symbol for symbol in symbols) == 2 and not any("rounded" in symbol for symbol in symbols)
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp4"])
+def test_each_product_of_many_rows_is_two_launches(form: str):
+    gate_up, down, x = experts(form, 512), experts(form, 64, 256, seed=3), numbers(100, 256)
+    with recording() as cache:
+        fused_moe(x, gate_up, down, *routed(100), activations="fp8")
     names = [launch.symbol for launch in cache.launches]
     rows = f"linear_fp8_rows_bf16_{BY_GROUP if form == 'mxfp8' else BY_ROW}"
     assert names[1] == names[3] == rows and len(names) == 6
@@ -130,7 +178,7 @@ def test_each_product_of_a_layer_is_two_launches(form: str):
     assert first[2] and not second[2]  # rows by index, and in their order
     for made, product in ((first, cache.launches[2]), (second, cache.launches[4])):
         x_of_product = product.arguments[0]
-        assert x_of_product.data_ptr() == made[4] and tuple(x_of_product.shape) == (10, 128)
+        assert x_of_product.data_ptr() == made[4] and tuple(x_of_product.shape) == (200, 128)
         assert {made[5], made[10]} <= {*product.arguments[1:]}
 
 

@@ -1,10 +1,10 @@
 """The plans of calls of experts. A plan holds the decisions for calls of one kind, and launches each call.
 
 A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
-launch puts rows in the order of their places. The launches exchange data in one allocation (`Scratch`). It begins with
-the hidden activations, which kernels get as a tensor; all other data are passed by address. The compiled functions
-check only the tensor's number of columns, so the other data may lie behind its last row. Nothing here waits for the
-device.
+launch puts rows in the order of their places, or rounds them. The launches exchange data in one allocation (`Scratch`).
+It begins with the hidden activations, which kernels get as a tensor; all other data are passed by address. The compiled
+functions check only the tensor's number of columns, so the other data may lie behind its last row. Nothing here waits
+for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from cute_kernels.gemm.experts.product import (
     layout_of,
     problem_of,
     product_of,
+    rounding,
     routing_function,
+    takes_codes,
 )
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, entry_tiles
@@ -56,6 +58,7 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         product = product_of(places, form, call.batch_invariant, activation)
         # What lays rows of x in the order of the places, where the product does not take them by index.
         gather = gathering(places, form) if call.rows is not None and not product.gathers else None
+        rounds = rounding(len(call.x), places, form, call.batch_invariant)
         send = product.bound(form.n, activation, out_dtype)
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
     pads = bool(form.k % vector)
@@ -67,6 +70,8 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         x = contiguous(x)
         if pads or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
+        if rounds is not None:
+            x, _ = rounds.make(x)
         out = GPU.empty(*new_out) if call.out is None else call.out
         if offsets.data_ptr() % ALIGNMENT:  # work ranges read those of four experts at a time
             offsets = offsets.clone()
@@ -185,7 +190,7 @@ def moe_plan_of(form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torc
 
 def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -> Plan[[MoeCall], torch.Tensor]:
     """Makes the plan of a layer. products: the result of `as_they_are` or `sorted_products`."""
-    tokens, topk, id_bits, gate_up, down, activation, _ = form
+    tokens, topk, id_bits, gate_up, down, activation, batch_invariant = form
     count, num_experts, (first, second) = form.count, gate_up.num_experts, products
     few = second.finds_ids
     dtype, index, vector = gate_up.dtype, gate_up.device_index, ALIGNMENT // gate_up.dtype.itemsize
@@ -201,6 +206,8 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
     send_first = first.bound(gate_up.n, activation, dtype)
     send_second = second.bound(down.n, None, between)
     route = None if few else sorting(gate_up, id_bits, count, not first.gathers, scratch)
+    round_x = rounding(tokens, count, gate_up, batch_invariant)
+    round_hidden = rounding(count, count, down, batch_invariant)
 
     def launch(call: MoeCall) -> torch.Tensor:
         """Launches the layer's kernels. It makes few nested calls, since its time is spent in each layer of each
@@ -219,6 +226,8 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
         x = contiguous(x)
         if pads_x or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
+        if round_x is not None:
+            x, _ = round_x.make(x)
         weights = shares.data_ptr()  # raises before the first launch for tensors without an address
         out = GPU.empty(*new_out) if call.out is None else call.out
         hidden = GPU.empty(*scratch.hidden)
@@ -233,10 +242,11 @@ def make_moe_plan(products: Products, form: LayerForm, out_dtype: torch.dtype) -
             x=x, codes=gate_up.codes, scales=gate_up.scales, zeros=gate_up.zeros, bias=call.gate_up_bias, out=base,
             **of_first,
         )  # fmt: skip
-        if pads_hidden:
-            hidden = aligned(hidden)
+        x = aligned(hidden) if pads_hidden else hidden
+        if round_hidden is not None:
+            x, _ = round_hidden.make(x)
         send_second(
-            x=hidden, codes=down.codes, scales=down.scales, zeros=down.zeros, bias=call.down_bias, out=results,
+            x=x, codes=down.codes, scales=down.scales, zeros=down.zeros, bias=call.down_bias, out=results,
             **of_second,
         )  # fmt: skip
         combine(
@@ -278,11 +288,11 @@ def sorting(form: ExpertsForm, id_bits: int, count: int, lays_out_rows: bool, sc
 def few_layouts(form: LayerForm) -> Sequence[RangeLayout | GroupedTiles] | None:
     """Returns the layouts of both products over unsorted assignments: both by work ranges, or both by tiles of entries.
     Returns None if there are too many assignments, or if a product does not support unsorted assignments."""
-    if form.gate_up.activations is not None:
+    problems = [problem_of(form.count, *kind) for kind in form.kinds]
+    if any(map(takes_codes, (form.gate_up, form.down), problems)):
         return None
     found = None
     if not form.batch_invariant:
-        problems = [problem_of(form.count, *kind) for kind in form.kinds]
         found = assigned(form.count, problems, [layout_of(form.count, *kind) for kind in form.kinds])
     return found or entry_layouts(form)
 

@@ -13,13 +13,15 @@ from cute_kernels.gemm.activations import config_of
 from cute_kernels.gemm.experts.arguments import COMBINE, ROUTING
 from cute_kernels.gemm.experts.choice import GroupedLayout, chosen
 from cute_kernels.gemm.experts.config import CombineConfig
+from cute_kernels.gemm.experts.ranges.config import ROWS
 from cute_kernels.gemm.experts.ranges.schedule import RangeLayout, row_factor
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
+from cute_kernels.gemm.experts.schedule import usual_rows
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import GroupedTiles, make_fp8_tiles
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, FOR_PRODUCTS, LIMBS, X_GROUP, x_group
-from cute_kernels.gemm.operands.fp8_launch import ScaledRows, rows_for_products, scales_of
+from cute_kernels.gemm.operands.fp8_launch import ScaledRows, rounded_rows, rows_for_products, scales_of
 from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.product import Bind, Product, of_kernel
@@ -68,7 +70,27 @@ def layout_of(
 ) -> GroupedLayout:
     """Returns the layout of a grouped product on a CUDA device."""
     problem = problem_of(places, form, batch_invariant, activation)
-    return chosen(problem) if form.activations is None else make_fp8_tiles(problem)
+    return make_fp8_tiles(problem) if takes_codes(form, problem) else chosen(problem)
+
+
+def takes_codes(form: ExpertsForm, problem: GroupedProblem) -> bool:
+    """Returns whether a product takes x as E4M3 codes. If experts usually have as few rows as work ranges support, a
+    product in FP8 is the 16-bit product of rows that `rounding` has rounded: it takes as long as loading its weights.
+    `cute_kernels.gemm.fp8.has_few_rows` is such a rule for linear layers."""
+    few = problem.dtype == "bf16" and usual_rows(problem) <= ROWS
+    return form.activations is not None and (problem.batch_invariant or not few)
+
+
+def rounding(rows: int, places: int, form: ExpertsForm, batch_invariant: bool = False) -> ScaledRows | None:
+    """Returns the launch that rounds ``rows`` rows of x to E4M3 before a 16-bit product of ``places`` rows. Returns
+    None if the product is not in FP8, or takes codes.
+
+    A launch of a product may begin before the rounding has ended. The rounding lets it begin after it has itself waited
+    for all launches before. So what those made, such as the routing, is complete even for a product that does not wait.
+    """
+    if form.activations is None or takes_codes(form, problem_of(places, form, batch_invariant)):
+        return None
+    return rounded_rows(rows, form.k, form.dtype, scales_of(x_group(form.format), None), form.device_index)
 
 
 @per_gpu

@@ -117,5 +117,11 @@ def rows_in_order(config: RowsConfig, places: int, k: int, index: int) -> Scaled
     return ScaledRows(send, blank((places, k), kind), blank((places, count), torch.float32))
 
 
+def rounded_rows(places: int, k: int, dtype: torch.dtype, scales: str, index: int) -> ScaledRows:
+    """Returns the launch that rounds rows [places, k] of x to E4M3, and stores codes times scales in bf16. The rows are
+    those of a 16-bit product, so they are whole pieces of 16 bytes."""
+    return rows_in_order(RowsConfig(DTYPES[dtype], scales, fp8_config.ROUNDED), places, -(-k // VECTOR) * VECTOR, index)
+
+
 def _bound(config: RowsConfig, index: int, **sizes: int) -> Callable[..., Any]:
     return fp8_config.ROWS.bound(load(GemmSpec(config), arch_of(index)), sizes)
