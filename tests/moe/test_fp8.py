@@ -17,6 +17,7 @@ from cute_kernels import (
     quantize_experts,
 )
 from cute_kernels.formats.weights import weight_format
+from cute_kernels.gemm.experts.arguments import ASSIGNED
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
@@ -142,6 +143,8 @@ def test_few_rows_are_rounded_before_each_16_bit_product(form: str):
     assert up.arguments[0].data_ptr() == first.arguments[4] and tuple(up.arguments[0].shape) == (5, k)
     assert second.arguments[0].data_ptr() in up.arguments[1:]  # the hidden activations
     assert out.arguments[0].data_ptr() == second.arguments[4] and tuple(out.arguments[0].shape) == (10, inner)
+    waits = [product.arguments[ASSIGNED.names.index("waits")] for product in (plain.launches[0], up, out)]
+    assert waits == [True, False, False]  # for the ids: the launch that rounds x has waited for them
 
 
 def test_a_grouped_product_of_few_rows_rounds_each_row_of_x_once():

@@ -311,11 +311,13 @@ def entry_layouts(form: LayerForm) -> list[GroupedTiles] | None:
 
 def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) -> Products:
     """Makes both products over unsorted assignments. In the first product, ``topk`` neighbouring assignments share a
-    row of x. In the second product, each assignment has its own row of hidden activations. The first product waits for
-    the ids before it lets the next launch begin, so the second product need not wait for the ids.
+    row of x. In the second product, each assignment has its own row of hidden activations. The first launch waits for
+    the ids before it lets the next launch begin, so the launches behind it need not wait for the ids. That launch is
+    the first product, or in FP8 the one that rounds x: the product then loads weights while x is rounded.
     """
     words, where = form.id_bits // 32, (form.gate_up.num_experts, form.gate_up.device_index)
-    ids = AssignedIds(form.count, words, form.topk, True), AssignedIds(form.count, words, 1, False)
+    leads = form.gate_up.activations is None
+    ids = AssignedIds(form.count, words, form.topk, leads), AssignedIds(form.count, words, 1, False)
     first, second = (assigned_product(layout, one, *where) for layout, one in zip(layouts, ids, strict=True))
     return first, second
 
