@@ -39,7 +39,7 @@ Calls = dict[str, Callable[[], torch.Tensor]]
 
 def row_specs(form: WeightFormat, k_pad: int) -> list[KernelSpec]:
     """The kernels that round rows of x: for whoever asks, for products in FP8, and for those in 16 bits."""
-    scales = BY_GROUP if form.group_size else BY_ROW
+    scales = BY_GROUP if x_group(form) else BY_ROW
     plain, tail = RowsConfig("bf16", scales, PLAIN), bool(k_pad % X_GROUP)
     configs = plain, RowsConfig("bf16", scales, half_last=tail), RowsConfig("bf16", scales, ROUNDED)
     return [GemmSpec(config) for config in configs]

@@ -27,7 +27,7 @@ from cute_kernels.gemm.experts.router.config import IDS, RouterConfig
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
-from cute_kernels.gemm.operands.fp8_config import INPUTS, RowsConfig, x_group
+from cute_kernels.gemm.operands.fp8_config import INPUTS, PLAIN, RowsConfig, x_group
 from cute_kernels.gemm.problem import GroupedProblem
 from cute_kernels.gemm.spec import GemmSpec
 from cute_kernels.gemm.weight import PackedWeight, padded_shape
@@ -64,6 +64,7 @@ def specs(layers: Iterable[Fp8Layer] = LAYERS) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {
         RouterSpec(RouterConfig("int32", IDS)): None,
         GemmSpec(RowsConfig("bf16", makes=INPUTS)): None,
+        GemmSpec(RowsConfig("bf16", makes=PLAIN)): None,
     }
     found |= {ExpertSpec(CombineConfig("bf16", source, bits)): None for source in ("bf16", "fp32") for bits in (0, 32)}
     for layer in layers:
@@ -71,9 +72,8 @@ def specs(layers: Iterable[Fp8Layer] = LAYERS) -> list[KernelSpec]:
             problems = layer.problems(tokens)
             assignments = tokens * layer.model.topk
             found |= dict.fromkeys(layer_specs(assignments, problems, [chosen(problem) for problem in problems]))
-            for problem in problems:
-                found |= dict.fromkeys(row_specs(problem.format, problem.k_pad))
-                found[ExpertSpec(make_fp8_tiles(problem).config)] = None
+            found |= dict.fromkeys(spec for one in problems for spec in row_specs(one.format, one.k_pad))
+            found |= {ExpertSpec(make_fp8_tiles(problem).config): None for problem in problems}
     return list(found)
 
 

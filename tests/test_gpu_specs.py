@@ -47,6 +47,7 @@ def test_modules_whose_kernels_are_compiled_on_demand_name_them():
         "test_modules",
         "test_moe_assigned",
         "test_moe_compiled",
+        "test_moe_fp8",
         "test_moe_modules",
         "test_quantize_kv",
         "test_runtime",

@@ -32,7 +32,8 @@ def test_a_layer_is_held_to_its_rounded_operands(form: str):
 
 def test_kernels_of_both_kinds_of_products_are_made_ready():
     symbols = [spec.symbol for spec in moe_fp8.specs(moe_fp8.LAYERS[:1])]
-    assert any("_e4m3tailr" in symbol for symbol in symbols) and "linear_fp8_rows_bf16_groups_half" in symbols
+    assert any("_e4m3tailr" in symbol for symbol in symbols) and "linear_fp8_rows_bf16_rows_half" in symbols
+    assert {"linear_fp8_rows_bf16_rows_rounded", "linear_fp8_rows_bf16_groups_plain"} <= {*symbols}
     assert any(symbol.startswith("grouped_linear_e2m1") for symbol in symbols) and "moe_routing_i32_pdl" in symbols
 
 
