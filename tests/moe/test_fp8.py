@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from cute_kernels import (
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm.experts.arguments import ASSIGNED
 from cute_kernels.gemm.experts.module import QuantizedRoutedExperts
+from cute_kernels.gemm.experts.product import takes_codes
 from cute_kernels.gemm.experts.spec import ExpertSpec
 from cute_kernels.gemm.experts.wgmma.schedule import make_fp8_tiles
 from cute_kernels.gemm.operands.fp8 import dequantize_activations
 from cute_kernels.gemm.operands.fp8_config import BY_GROUP, BY_ROW, Fp8Wgmma
+from cute_kernels.gemm.packed_experts import ExpertsForm
 from cute_kernels.gemm.problem import GroupedProblem
 from tests.launchers import recording
 
@@ -166,6 +169,17 @@ def test_batch_invariant_and_fp16_products_of_few_rows_take_codes(options: dict[
         fused_moe(numbers(5, 512).to(dtype), gate_up, down, *routed(5, count=16), activations="fp8", **options)
     symbols = [launch.symbol for launch in cache.launches]
     assert sum("_e4m3r" in symbol for symbol in symbols) == 2 and not any("rounded" in symbol for symbol in symbols)
+
+
+@pytest.mark.parametrize(("form", "tokens", "in_16_bits"), [
+    ("fp8_block", 1024, True), ("fp8_block", 4096, False), ("mxfp4", 128, True), ("mxfp4", 1024, False),
+])  # fmt: skip
+def test_up_to_how_many_rows_products_are_in_16_bits(form: str, tokens: int, in_16_bits: bool):
+    count, topk = (128, 4) if form == "mxfp4" else (256, 8)
+    problem = GroupedProblem(topk * tokens, count, 4096, 2048, 2048, weight_format(form), "bf16")
+    product = ExpertsForm(count, 4096, 2048, 2048, problem.format, BF16, 0, "fp8")
+    assert takes_codes(product, problem) is not in_16_bits
+    assert takes_codes(product, replace(problem, batch_invariant=True))
 
 
 @pytest.mark.parametrize("form", ["fp8", "mxfp4"])
