@@ -68,7 +68,7 @@ def has_channel_scales(form: KvFormat) -> bool:
 
 
 def has_head_scale(form: KvFormat) -> bool:
-    """Returns whether a format has an fp32 scale beside the cache that all rows of a KV head share."""
+    """Returns whether all rows of a KV head share one fp32 scale, which is stored beside the cache."""
     return form.given_scale in ("tensor", "head")
 
 

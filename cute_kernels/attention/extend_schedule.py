@@ -94,8 +94,10 @@ def key_rows_of(
 
 
 def choose_key_rows(config: ExtendConfig, mapped: bool = False, tile_heads: int = 1) -> list[ExtendConfig]:
-    """Returns the variants of ``config`` with key rows, for launches with few queries a request. The variant for the
-    fewest queries comes first. mapped, tile_heads: as for :func:`key_rows_of`."""
+    """Returns the variants of ``config`` with key rows (keys as rows of MMAs, queries as columns). They are for
+    launches with few queries a request; the variant for the fewest queries comes first. mapped, tile_heads: as for
+    :func:`key_rows_of`.
+    """
     configs = [key_rows_of(config, rows, mapped, tile_heads) for rows in KEY_ROWS]
     return [few for few in configs if few is not None]
 
@@ -128,8 +130,9 @@ def decodes_with_key_rows(
 
 
 def _is_exact(form: KvFormat) -> bool:
-    """Returns whether key rows multiply a format's codes unrounded, and apply its scales to scores and
-    probabilities."""
+    """Returns whether a kernel with key rows multiplies a format's codes as they are, without rounding. It then applies
+    scales to scores and probabilities, not to the codes.
+    """
     if form.extend is None or form.num_groups > 1 or policies.has_channel_scales(form):
         return False
     return form.extend.scales in ("outside", "row")

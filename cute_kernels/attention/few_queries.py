@@ -1,4 +1,5 @@
-"""Plans decode calls that run faster with key rows: calls with several queries a request over caches of codes.
+"""Plans decode calls that run faster with *key rows*, that is with keys as rows of MMAs and queries as columns. These
+calls have several queries a request, over caches of codes.
 
 Decode attention's own kernel decodes each row of a cache once for every 8 to 32 rows of queries. The kernel with key
 rows (:mod:`.mainloops.key_rows`) decodes it once for up to 72 rows of queries.
@@ -41,7 +42,9 @@ def plan_of(call: AttentionCall) -> Plan | None:
     launches, sizes = extend_launches(checked, config), (call.batch, call.q_len, call.q.device)
 
     def launch(given: Given) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launches attention with the arguments and results of the other plans of decode attention."""
+        """Launches attention. Takes the same arguments, and returns the same results, as every plan of decode
+        attention.
+        """
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:
             out = GPU.empty(*blank(tuple(q.shape), q.dtype))

@@ -68,9 +68,12 @@ def _key(given: Given) -> tuple[Any, ...]:
 
 
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
-    """Returns the key of a plan of extend attention. The key leaves out the number of queries and the longest length,
-    which change from step to step. Of the number of queries it has only whether it is 0, and whether the call
-    may be refused because of it. A refused call has no plan."""
+    """Returns the key of a plan of extend attention.
+
+    The key contains neither the number of queries nor the longest length, which change from step to step. It says
+    whether there are no queries. It also says whether their number may make the checks refuse the call, since a
+    refused call has no plan.
+    """
     if options["max_seq_len"] is not None:
         arguments.check_optional_count("max_seq_len", options["max_seq_len"])
     of_queries = {name: options[name] for name in ROWS_OF_QUERIES if options[name] is not None}

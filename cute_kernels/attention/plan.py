@@ -334,8 +334,8 @@ def _key_rows(call: AttentionCall, config: ExtendConfig) -> list[Algorithm]:
 
 
 def key_rows_for(call: AttentionCall, config: ExtendConfig) -> list[ExtendConfig]:
-    """Returns the variants of ``config`` with key rows, for a call with few queries a request. The variant for the
-    fewest queries comes first.
+    """Returns the variants of ``config`` with key rows (`choose_key_rows`), for a call with few queries a request. The
+    variant for the fewest queries comes first.
     """
     return choose_key_rows(config, lies_in_maps(call), heads_of_tile(call.num_kv_heads))
 

@@ -31,8 +31,8 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """Packs K's power of 2 and the exponent of V's power of 2, for one part of a tile, into a word. The lower halves of
-    both fp32 numbers are zero, so the word holds their upper halves.
+    """Packs two fp32 numbers into a word: K's power of 2, and the exponent of V's power of 2, of a part of a tile.
+    Their lower 16 bits are zero, so the word holds their upper halves.
     """
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))

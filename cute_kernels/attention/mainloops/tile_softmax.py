@@ -1,6 +1,7 @@
 """Online softmax over the accumulators of a 64-row MMA: two rows a thread, four threads a row.
 
-If V's rows have scales, the reference also bounds the product of probability and scale, which must fit fp16.
+If V's rows have scales, the MMAs take probability * scale in fp16. So the softmax reference is the maximum of
+score + log2(scale), which bounds this product.
 """
 
 from __future__ import annotations
@@ -145,9 +146,10 @@ class Softmax:
         return bits
 
     def scale_of(self, rows: Rows, scale: TileScale, row: int):
-        """Returns the factor that turns the scores of a part of a tile into exponents of 2. The factor is never 0,
-        since masked scores are -inf: a row of zeros, or keys of zeros, would otherwise have a scale so small that the
-        factor rounds to 0.
+        """Returns the factor that turns the scores of a part of a tile into exponents of 2.
+
+        The factor is never 0, as a masked score is -inf and -inf * 0 is NaN. For queries or keys of zeros the product
+        of scales rounds to 0, so the factor is at least `MIN_SCORE_SCALE`.
         """
         if not self.tile_scales[0]:
             return rows.scales[row]

@@ -170,7 +170,7 @@ class WarpMainloop:
         self.value_reader.accumulate(state.values, addresses[1], value_offset, probabilities, headers)
 
     def take(self, s, scores):
-        """Copies scores [j][column] into the register tensor ``s``."""
+        """Copies a lane's scores [4 tokens][column] into the register tensor ``s``."""
         for j, row in enumerate(scores):
             for column, score in enumerate(row):
                 s[self.config.columns * j + column] = score

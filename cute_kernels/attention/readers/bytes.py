@@ -58,8 +58,8 @@ class Codes:
         return self.keys(word)
 
     def align(self, word):
-        """Prepares a word of a transposed load for :meth:`columns`. The word has the codes of two tokens in two
-        columns; a token's two columns are neighbours.
+        """Reorders the four codes of a transposed load's word as :meth:`columns` takes them. The load brings both codes
+        of the first token, then both codes of the second one. This class takes them in that order.
         """
         return word
 
@@ -221,7 +221,9 @@ class SwizzledKeyByteReader(_ByteKeys, SwizzledLoads):
         return Query(words, column_scales=[load_floats(first, 4 * CHUNK_COLUMNS * i, LANE_COLUMNS) for i in chunks])
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
+        """Returns the lane's scores in a block of 32 tokens, as [4 tokens][column]. The caller multiplies them by
+        ``state.score_scale``.
+        """
         blocks = range(self.config.mainloop.blocks_per_warp)
         result = []
         for pairs in self.pairs_at_once():
@@ -264,7 +266,7 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
         return state
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens to the accumulators. probabilities: [j][column] in fp32."""
+        """Adds P V of 32 tokens to the accumulators. probabilities: the lane's, fp32 [4 tokens][column]."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [
             [ptx.transpose_8x8(ptx.pack_f16x2(*row[2 * block : 2 * block + 2])) for row in probabilities]
@@ -280,8 +282,9 @@ class SwizzledValueByteReader(SwizzledLoads, ValueReader):
                     self.multiply_add(state, LOAD_CHUNKS * load + half, [*first, *last], probability, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
-        values of consecutive columns of V)."""
+        """Returns the warp's sums P V: a list of (column of accumulators, first column of V, fp32 values of consecutive
+        columns of V). The column of accumulators stands for a query.
+        """
         result = []
         for chunk in range(self.tile.num_chunks):
             scales = self._output_scales(state, chunk)

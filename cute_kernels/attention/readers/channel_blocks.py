@@ -116,7 +116,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
         return [[value * (1.0 / LOW_NIBBLE_UNIT) for value in _added(parts)[:2] * 2] for parts in dots]
 
     def _by_token(self, dots) -> list[list[Any]]:
-        """Reorders accumulators from [tile][block] to [j][column]."""
+        """Reorders accumulators from [tile][block] to [4 tokens][column]."""
         return [
             [dots[j // 2][column // 2][2 * (j % 2) + column % 2] for column in range(self.config.columns)]
             for j in range(4)

@@ -162,8 +162,8 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Returns which row halves are scored at the same time, as pairs of row halves. If queries lie in shared
-        memory, all pairs are scored at the same time, so that queries are loaded once.
+        """Returns which of the two pairs of row halves are scored at the same time. If queries lie in shared memory,
+        both pairs are, so that queries are loaded once.
         """
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 
@@ -237,7 +237,7 @@ class ValueReader:
         whose rows have no headers."""
 
     def log_scale(self, headers, j: int):
-        """Returns log2 of the largest scale of row half j. Probabilities are multiplied by these scales."""
+        """Returns log2 of the largest scale of the lane's row in row half j. These scales multiply probabilities."""
 
 
 def query_vectors(state: State) -> list[list[Any]]:

@@ -73,8 +73,8 @@ class DecodedKeyReader(RowKeyReader):
 
 
 class DecodedValueReader(RowValueReader):
-    """The value reader of decoded rows. An MMA takes pairs of two tokens in one column. They are made from the two
-    tokens' pairs of columns.
+    """The value reader of decoded rows. Decoding gives pairs of one token's neighbouring columns. An MMA takes pairs of
+    two tokens in one column. Byte permutes turn the two tokens' decoded pairs into such pairs.
     """
 
     def __init__(self, config: DecodeConfig):

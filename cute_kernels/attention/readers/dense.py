@@ -37,8 +37,9 @@ class SwizzledLoads:
         return block * BLOCK_TOKENS * self.tile.row_bytes
 
     def lane_offsets(self, lane: Int32, head: Int32, slice_index: Int32) -> list[Any]:
-        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile: one for each load of a panel or, if
-        queries are shared, one for the first load. The swizzle makes the distances between offsets unequal.
+        """Returns a lane's ldmatrix addresses, as offsets in bytes from the tile. There is one offset for each load of
+        a panel, since the swizzle makes the distances between loads unequal. If queries are shared, there is only the
+        offset of the first load, from which `load` computes the others.
         """
         tile = self.tile
         token, chunk = (tile.v_row if self.transposed else tile.k_row)(lane)
@@ -88,12 +89,14 @@ class DenseKeyReader(SwizzledLoads):
         return Query([[load(address, place) for place in places] for address in addresses])
 
     def take_query(self, state: State, query: Query, softmax_scale: Float32):
-        """Takes the queries, which are B operands as they are loaded."""
+        """Keeps the queries. The loaded words already are B operands."""
         state.score_scale = softmax_scale * ptx.LOG2_E
         state.query = query.words
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
+        """Returns the lane's scores in a block of 32 tokens, as [4 tokens][column]. The caller multiplies them by
+        ``state.score_scale``.
+        """
         result = []
         for pair in range(2):
             dots = [[Float32(0.0)] * 4 for _ in state.query]
@@ -124,7 +127,7 @@ class DenseValueReader(SwizzledLoads, ValueReader):
         return state
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens to the accumulators. probabilities: [j][column] in fp32."""
+        """Adds P V of 32 tokens to the accumulators. probabilities: the lane's, fp32 [4 tokens][column]."""
         blocks = range(self.config.mainloop.blocks_per_warp)
         operands = [[ptx.transpose_8x8(self.pack(*row[2 * b : 2 * b + 2])) for row in probabilities] for b in blocks]
         for pair in range(2):
@@ -133,8 +136,9 @@ class DenseValueReader(SwizzledLoads, ValueReader):
                 self.multiply_add(state, step, a, [rows[2 * pair : 2 * pair + 2] for rows in operands], self.dtype)
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
-        values of consecutive columns of V)."""
+        """Returns the warp's sums P V: a list of (column of accumulators, first column of V, fp32 values of consecutive
+        columns of V). The column of accumulators stands for a query.
+        """
         return [
             (column, K_STEP * step + MATRIX * half + state.g, [state.accumulators[self.place(step, half, column)]])
             for step in range(self.num_loads)

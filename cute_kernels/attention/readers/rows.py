@@ -95,7 +95,9 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return state
 
     def scores(self, state: State, tile_address: Int32, block_offset: int):
-        """Returns the scores of 32 tokens, without ``state.score_scale``: [j][column]."""
+        """Returns the lane's scores in a block of 32 tokens, as [4 tokens][column]. The caller multiplies them by
+        ``state.score_scale``.
+        """
         result = []
         for pairs in self.pairs_at_once():
             rows = [2 * pair + half for pair in pairs for half in range(2)]
@@ -185,7 +187,9 @@ class RowValueReader(RowLoads, ValueReader):
         return state
 
     def _codes_start(self, state: State, head: Int32, slice_index: Int32):
-        """Returns the offset in words of the first codes that the lane reads in a tile, without the header's words."""
+        """Returns the offset in words of the first codes that the lane reads in a tile. The words of the header before
+        these codes are not counted.
+        """
         return self._warp_offset(head, slice_index) + self._row_t(state) + self.tile.v_word(state.g)
 
     def _row_t(self, state: State):
@@ -194,7 +198,7 @@ class RowValueReader(RowLoads, ValueReader):
         return (state.t % 2) * strides[1] + (state.t // 2) * strides[2]
 
     def load_scales(self, state: State, tile_address: Int32, block_offset: int):
-        """Loads the headers of the block's rows. Returns [j][group]."""
+        """Loads the headers of the lane's rows of a block. Returns [4 tokens][group]."""
         return [self._load_header(state.header_offset + tile_address, block_offset, j) for j in range(4)]
 
     def log_scale(self, headers, j: int):
@@ -212,7 +216,9 @@ class RowValueReader(RowLoads, ValueReader):
         return self.place(unit * self.unit_mmas + code // 2, code % 2, column)
 
     def accumulate(self, state: State, tile_address: Int32, block_offset: int, probabilities, headers):
-        """Adds P V of 32 tokens; probabilities: [j][column] in fp32. headers: the result of :meth:`load_scales`."""
+        """Adds P V of 32 tokens. probabilities: the lane's, fp32 [4 tokens][column]. headers: the result of
+        :meth:`load_scales`.
+        """
         operands = self._probability_operands(state, probabilities, headers)
         for pair in range(2):
             for unit in range(self.tile.v_units):
@@ -262,8 +268,9 @@ class RowValueReader(RowLoads, ValueReader):
             self.multiply_add(state, unit * self.unit_mmas + mma, a, operands, "f16")
 
     def outputs(self, state: State):
-        """Returns the warp's sums P V: a list of (the query, as its column of accumulators; the first column of V; fp32
-        values of consecutive columns of V)."""
+        """Returns the warp's sums P V: a list of (column of accumulators, first column of V, fp32 values of consecutive
+        columns of V). The column of accumulators stands for a query.
+        """
         terms = self.output_terms(state)
         result = []
         for unit in range(self.tile.v_units):

@@ -81,7 +81,9 @@ class ByteRows:
         return group * (GROUP_TOKENS * self.row_bytes)
 
     def shifts(self, rows, head, lane) -> tuple[Any, Any, Any]:
-        """Returns zeros: rows of this format begin aligned in shared memory (compare :meth:`ScaledByteRows.shifts`)."""
+        """Returns how many bytes the lane's rows are shifted in shared memory; see :meth:`ScaledByteRows.shifts`. Rows
+        of this class begin aligned, so all shifts are 0.
+        """
         return 0, 0, 0
 
     @staticmethod
@@ -360,8 +362,10 @@ class NibbleRows:
         return 4 * GROUP_TOKENS * group + 512 * (warp // self.group_chunks) + 8 * lane
 
     def load_value_headers(self, address, tokens: int) -> list[Any]:
-        """Loads scales, and shifts divided by 2, of the lane's two tokens of every 8. All lanes with the same t need
-        the same headers. So each of these lanes converts the headers of two tokens and broadcasts them.
+        """Loads scales, and shifts divided by 2, of the lane's two tokens of every 8.
+
+        Lanes (g, t) with the same t need the same headers. So each of them converts the headers of two tokens, and
+        broadcasts the results to the others.
         """
         even, odd = self.load_two_headers(address)
         scales, shifts = self.made(*(ptx.prmt(even, odd, Uint32(s)) for s in (0x5410, 0x7632)))

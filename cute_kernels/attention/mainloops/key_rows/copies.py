@@ -114,8 +114,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """Returns the layout of ``rows`` rows in shared memory. Its elements are bytes, or words if a map is over
-        tokens: a TMA tile has at most 256 elements in each dimension."""
+        """Returns the layout of ``rows`` rows in shared memory. Its elements are bytes. If a tensor map is over whole
+        tokens, they are words of 4 bytes: a TMA tile has at most 256 elements in each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:
