@@ -347,7 +347,7 @@ def served_config(
     """Returns the variant for calls with these properties.
 
     Args:
-        head_dim: by default the format's only one, or its wider one.
+        head_dim: None: the format's head_dim, or the wider one if it has two.
         crossover: see `fits_crossover`.
         mma_bound: see `is_mma_bound`.
         tma_tiles: see `fits_tma_tiles`.

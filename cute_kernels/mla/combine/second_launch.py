@@ -1,8 +1,9 @@
 """The second launch, which adds up the parts of cut rows. A thread has four columns of some parts of a head.
 
-This launch begins before the launch that writes the parts has ended (programmatic dependent launch), and waits for that
-launch's end. If few rows are cut into many parts, all SMs should load, and all parts at once. So a CTA is then so large
-that an SM holds only one. Small CTAs would start early, together on the few SMs that are idle.
+The first launch writes the parts. The second launch begins before the first one has ended (programmatic dependent
+launch), then waits for its end. When it begins, only a few SMs are idle. Small CTAs would all start on these SMs. If
+few rows are cut into many parts, a CTA is therefore so large that an SM holds only one. All SMs then load, and all
+parts are loaded at once.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class FewHeadsConfig:
         stages: number of blocks of tokens that shared memory holds.
         cluster: number of parts of every row, which is also the number of CTAs of the cluster that adds them up. 1: no
             cluster.
-        ahead: how many blocks before its tokens an entry (index or page number) is loaded.
+        ahead: how many blocks ahead entries (indices or page numbers) are loaded: while the tokens of block i are
+            copied, the entries of block i + ``ahead`` are loaded.
     """
 
     limits: ClassVar[Limits] = HOPPER

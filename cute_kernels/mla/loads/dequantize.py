@@ -37,7 +37,8 @@ class Factors:
     Attributes:
         scales: one or two words for each scale. A word holds the same bf16 number twice; with two words, the two
             numbers add up to the scale.
-        large: words with a bit for each scale; the bit is set if the scale does not contain 2**120.
+        large: words with a bit for each scale. The bit is set if the scale is too large to contain the factor 2**120,
+            so that products need a separate multiplication by it.
     """
 
     scales: list[list[Uint32]]
