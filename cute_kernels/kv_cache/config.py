@@ -29,10 +29,10 @@ HAS_Q, HAS_SEQ_LENS, HAS_TABLE, WIDE_POSITIONS = (1 << i for i in range(4))
 
 
 def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
-    """Returns the number of lanes that share a row, a power of two. Each lane then has an even number of columns:
+    """Returns the number of lanes that share a row, a power of two. Each lane has an even number of columns,
     ``lane_columns`` if possible.
 
-    If the row has up to 8 groups of columns, each group has a whole number of lanes.
+    If a row has up to 8 groups (columns that share a scale), a group's columns belong to a whole number of lanes.
     """
     lanes = WARP_THREADS
     while lanes > 1 and (
@@ -244,8 +244,8 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """Number of CTAs for which the compiler must leave an SM enough registers (``min_blocks_per_mp``). With a
-        transform it is only `ctas_per_sm`, since the kernel needs more registers.
+        """Number of CTAs that must fit the registers of an SM; the compiler limits registers accordingly
+        (``min_blocks_per_mp``). A transform needs more registers, so the number is then only `ctas_per_sm`.
         """
         return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 

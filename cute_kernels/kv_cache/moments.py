@@ -119,7 +119,9 @@ class Moments:
         return CacheTransform(mean.float() if center else None, k_factor, k_rotation, v_factor, v_rotation)
 
     def _importance(self, center: torch.Tensor) -> torch.Tensor:
-        """Returns M of the module's text, for keys minus ``center``: fp64 [num_kv_heads, head_dim, head_dim]."""
+        """Returns the matrices M that the module's docstring defines, for keys minus ``center``: fp64 [num_kv_heads,
+        head_dim, head_dim].
+        """
         sums = self._sums
         linear = 2 * center[:, :, None] * sums["m_linear"]
         found = sums["m_square"] - linear + center.square()[:, :, None] * sums["m_constant"][:, None]

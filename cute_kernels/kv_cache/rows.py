@@ -260,7 +260,9 @@ class ScaledRow(CodedRow):
 
     @property
     def num_steps(self) -> int:
-        """Number of divisors of the lane's values; 0 if there is no divisor, or if every column has its own."""
+        """Number of divisors of a lane's values, one for each of its `sets`. It is 0 without a scale, or if every
+        column has its own scale.
+        """
         return self.sets if self.has_header or self.given_scale in ("tensor", "head") else 0
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
