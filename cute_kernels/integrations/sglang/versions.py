@@ -55,7 +55,9 @@ INTERFACES = {"0.5.23": Interface("Llama served on an H200, interface tests")}
 
 
 def interface_of(version: str) -> Interface | None:
-    """Returns the reasons why no seam can be used for layers on a device of this server."""
+    """Returns the names of SGLang's functions in ``version``; None if it is not supported. A suffix such as "+cu129" is
+    ignored.
+    """
     return INTERFACES.get(version.partition("+")[0])
 
 

@@ -148,9 +148,10 @@ class _Stack:
         return noise.to(weight.device, weight.dtype)
 
     def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:
-        """Returns the results of a layer, or of its attention, for a first turn and for a step.
+        """Returns the results of a layer, or of its attention, for a prompt of `CHECKED_TOKENS` tokens and for a step
+        of one token after it.
 
-        One request is at the first positions, the other at the last ones.
+        There are two requests: one at the first positions, the other at the last positions of the model.
         """
         cache = None if self.kv_format is None else DecodeCache(self.kv_format, scales=self.scales)
         layer_type = self._layer_type(attention)

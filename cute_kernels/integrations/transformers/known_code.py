@@ -111,8 +111,11 @@ def may_add_masks(config: type) -> bool:
     """Returns whether a model that asks for a mask with this configuration class may add the mask to scores or change
     it.
 
-    A model may do so if it does not support SDPA, and a class in its file, or in the file of a model that it can hold,
-    fails `passes_masks_on`. A model that can hold models of any class may do so, too.
+    Only a model that does not support SDPA may do so, in one of two cases:
+
+    - A module class fails `passes_masks_on`. Classes are searched in the model's file, and in the files of the models
+      that it can contain.
+    - The model can contain models of any class.
 
     torch.compile can call this while it traces, when no module is known, since the answer is a constant.
     """

@@ -102,7 +102,7 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
 
 
 def _may_be_causal(options: dict[str, Any]) -> bool:
-    """Returns whether a result None of `sdpa_mask` may mean a causal mask."""
+    """Returns whether `sdpa_mask` may return None for a causal mask, not only for a mask that hides nothing."""
     return options.get("allow_is_causal_skip", True) and _q_len(options) > 1
 
 

@@ -171,10 +171,10 @@ def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, resu
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """Returns a sum with its deferred norm by ``module``, or with the norm's product; `is_plain` must hold for
-    ``module``.
+    """Returns a sum with its deferred norm by ``module``, or with the norm's product. They come from the note on the
+    sum; the result is None without such a note, or if the sum was written after it was noted.
 
-    Returns None if the sum has no such note, or if it was written since.
+    `is_plain` must hold for ``module``.
     """
     made = _made_of(total, module)
     if made is None or isinstance(made, torch.Tensor):

@@ -19,7 +19,7 @@ from cute_kernels.integrations.transformers.known_code import method_code, model
 
 @dataclass(frozen=True)
 class Known:
-    """A row of the tables: a class, by its model file and its name."""
+    """The base of the tables' rows. A row names a class by its model file and its name."""
 
     file: str
     name: str

@@ -36,7 +36,7 @@ def replace(interface: Interface) -> None:
 
 
 def _asks_first(original: Callable[..., Any]) -> Any:
-    """Puts the backend before the backends that vLLM tries, except for MLA."""
+    """Makes vLLM try this package's backend before all others. For MLA the order stays vLLM's."""
 
     def priorities(use_mla: bool, *arguments: object, **named: object) -> list[Any]:
         found = original(use_mla, *arguments, **named)

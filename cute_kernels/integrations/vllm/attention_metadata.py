@@ -398,12 +398,13 @@ def way_of(starts: list[int], lengths: list[int], request: int, caches: Caches) 
 
 
 def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
-    """Returns whether decode attention in parts is faster for some requests than extend attention.
+    """Returns whether decode attention in parts is faster for requests ``begin`` to ``end`` - 1 than extend attention.
 
-    It is faster if two conditions hold:
+    It is faster if all of these conditions hold:
 
-    - A request has at most `MAX_PARTS` parts.
+    - The requests have equally many new tokens, and each has at most `MAX_PARTS` parts.
     - The number of all parts times KV heads is at most the number of SMs, or of extend attention's work tiles.
+    - Extend attention cannot use its kernel for few queries, which reads the cache once (`serves_key_rows`).
 
     The table has times on an H100, over 8192 tokens in FP8, with 32 query heads and 8 KV heads.
 
@@ -414,8 +415,8 @@ def fits_parts(starts: list[int], begin: int, end: int, caches: Caches) -> bool:
     | 4 x 128 | 212 | 132 |
     | 32 x 64 | 826 | 649 |
 
-    Kernels with keys as rows of MMAs read the cache once for few queries. On an H200, 32 x 17 new tokens take 150 us
-    (176 us over int4_g4), while 32 x 16 in parts take 374 us.
+    The kernel for few queries has keys as rows of MMAs. On an H200 it takes 150 us for 32 x 17 new tokens (176 us over
+    int4_g4). Even 32 x 16 take 374 us in parts.
     """
     new, requests = starts[begin + 1] - starts[begin], end - begin
     if caches.invariant or caches.apart or any(starts[i + 1] - starts[i] != new for i in range(begin, end)):

@@ -123,7 +123,9 @@ def _replace(seam: str) -> Replacement:
 
 
 def _mark_compile_cache() -> None:
-    """Adds the replaced seams to the key of vLLM's compile cache, which depends on the environment but on no plugin."""
+    """Adds the replaced seams to the key of vLLM's compile cache. The key has environment variables, but says nothing
+    of plug-ins, so the seams are added as such a variable.
+    """
     from vllm import envs
 
     envs.environment_variables[FINGERPRINT] = fingerprint  # asked for when a graph is looked up: layers are there then

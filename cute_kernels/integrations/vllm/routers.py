@@ -125,8 +125,8 @@ def connect(layer: Foreign) -> None:
 
 
 def routers_in_code(layers: Iterable[object]) -> set[int]:
-    """Returns the numbers of experts for which every router can be computed by this package. Only routers whose gate is
-    in the model's own code are looked at.
+    """Returns for which numbers of experts this package computes all routers. Only routers whose gate is in the model's
+    own code are counted.
 
     layers: an engine's layers.
     """
