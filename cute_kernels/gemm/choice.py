@@ -1,4 +1,4 @@
-"""Chooses the schedule of a product, of any kernel, that is the fastest by the models of time.
+"""Chooses a product's schedule: among the schedules of all kernels, the one that the time models expect to be fastest.
 
 Plain Python, no GPU.
 """

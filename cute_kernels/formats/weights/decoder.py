@@ -83,8 +83,10 @@ class E4m3Decoder(ABC):
     def fold(self, scales: Sequence[Uint32]) -> tuple[list[Any], list[Float32]]:
         """Prepares `fragment` to multiply decoded numbers by the scales of a k block's groups.
 
-        scales: for each group the stored scales of rows g and g + 8. Returns (for each group an additional argument of
-        `fragment`, a scale for row g and a scale for row g + 8 that the caller has to apply).
+        scales: for each group, the stored scales of rows g and g + 8.
+
+        Returns (arguments, scales). ``arguments`` has an additional argument of `fragment` for each group. ``scales``
+        has two scales, for row g and for row g + 8, by which the caller has to multiply the sums.
         """
         raise NotImplementedError
 

@@ -1,6 +1,8 @@
-"""FP8 codes (E4M3: 448 at most, steps of 1/8, NaN) under fp32 scales, of rows or groups, and under powers of two.
+"""FP8 (E4M3) weight codes, whose scales are fp32 numbers or powers of two.
 
-| key | scales | of what |
+E4M3 has three bits of mantissa. Its largest number is 448; it has NaN, but no infinity.
+
+| key | scales | what shares a scale |
 |---|---|---|
 | `e4m3_gchannelf32` (FP8) | fp32 | a row; a scale of the whole tensor is repeated for each row |
 | `e4m3_g128f32` | fp32 | 128 inputs of a row; a scale of a 128 x 128 block is repeated for its 128 rows |

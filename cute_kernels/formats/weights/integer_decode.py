@@ -42,7 +42,9 @@ class NibbleBytes(ByteDecoder):
     """
 
     def masks(self, nothing) -> Any:
-        """Returns a constant in a register, since an instruction has room for only one constant."""
+        """Returns `SIGNS` in a register. `fragment` masks and inverts in one instruction, which can encode only one of
+        the two constants.
+        """
         return nothing + Uint32(SIGNS)
 
     def fragment(self, words, masks) -> list[Any]:

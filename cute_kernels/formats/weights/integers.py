@@ -105,7 +105,7 @@ class IntegerFormat(UnsignedCodes, WeightFormat):
         check_zeros("zeros", zeros, self.bits)
 
     def choose_scales(self, w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Chooses scales for rounding to nearest: the range of a group always contains 0.
+        """Chooses scales for rounding to nearest. A group's range is extended to contain 0.
 
         Without a zero point, the scale is the smallest with which codes -8..7 (-128..127) cover the range. With a zero
         point, 15 (255) steps of the scale span the range. Scales are rounded up to ``dtype``.

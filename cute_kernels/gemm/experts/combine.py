@@ -110,8 +110,8 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns (index of the assignment, index of the row of the output at which the term's part of K begins) for
-        the ``number``-th term of a token.
+        """Returns (assignment, row) of the ``number``-th term of a token. assignment: its index. row: index of the
+        row of the results at which the term's part of K begins.
         """
         if not self.config.id_bits:
             return number, Int32(0)

@@ -1,4 +1,4 @@
-"""The kernels of a layer in one launch that ship."""
+"""The shipped kernels that compute all products of a layer in one launch."""
 
 from __future__ import annotations
 

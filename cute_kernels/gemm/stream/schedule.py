@@ -213,9 +213,11 @@ def with_stages(base: StreamConfig, x_bytes: int) -> StreamConfig:
 
 
 def shipped_configs() -> list[StreamConfig]:
-    """Returns the configurations that ship, for 1 and 8 rows of x. They are for integers: in bf16 with
-    `SHIPPED_GROUP_SIZES` or without groups, in fp16 with groups of 128 or without groups. For bf16 in groups of 128
-    without zero points, the configurations for layers of more features ship, too.
+    """Returns the configurations that ship. They are for integers of 4 and 8 bits, with and without zero points, and
+    for 1 and 8 rows of x.
+
+    In bf16 there is one for each of `SHIPPED_GROUP_SIZES`, in fp16 one for groups of 128. Both dtypes have one without
+    groups. For bf16 and groups of 128 without zero points, the configurations for layers of more features ship, too.
     """
     configs: dict[StreamConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]

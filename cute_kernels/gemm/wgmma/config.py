@@ -196,8 +196,8 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def k_block_groups(self) -> int:
-        """Number of scale groups in a k block, a group that it shares with another k block included; 0 for scales per
-        output feature.
+        """Number of scale groups that have inputs in a k block. It is 1 for a group larger than the k block, and 0 for
+        scales per output feature.
         """
         return -(-self.block_k // self.group_size) if self.group_size else 0
 

@@ -72,8 +72,8 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the candidate numbers of parts of K for `parts_of_k`. No part is empty. If a block has two tiles, one CTA
-    for each part of each block fits on the GPU at the same time.
+    """Returns the candidate numbers of parts of K for `parts_of_k`. No part is empty. All CTAs fit on the GPU at once
+    if a CTA computes one part of a block of two tiles.
     """
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))

@@ -85,13 +85,14 @@ class IdleWarps:
 
 
 class TileRoles:
-    """The roles of a CTA's warps. Two producer warps fill the pipeline; the consumer warps empty it.
+    """The roles of a CTA's warps. Two of the four producer warps fill the pipeline; the other two are spare. The
+    consumer warps empty the pipeline.
 
     Args:
         table_bytes: shared memory for a table of tiles, which grouped products have.
         dense: whether the product is dense. Then the first work tile is known without a table.
         waits: which warps wait in `begin` for the previous launch: `NOBODY`, `LOADER` or `ALL_WARPS`.
-        spare: the work of the two producer warps that copy nothing; None: they have none.
+        spare: the work of the spare warps; None: they are idle.
     """
 
     def __init__(

@@ -228,14 +228,14 @@ class LimbProducts:
 
 
 class E4m3Products(LimbProducts):
-    """Multiplies codes by limbs, both in E4M3.
+    """Multiplies E4M3 codes by E4M3 limbs.
 
-    Both limbs have the same unit, so their products are added to the same fp32 accumulators; int8 limbs need twice as
-    many accumulators. Tensor cores add with some 14 bits, counted from the largest addend. So the products of low limbs
-    are added first. If they came after those of high limbs, the sum would be rounded a second time.
+    Both limbs of x have the same unit, so their products are added to the same fp32 accumulators; int8 limbs need twice
+    as many accumulators. Tensor cores add with some 14 bits, counted from the largest addend. So the products of low
+    limbs are added first. If they came after those of high limbs, the sum would be rounded a second time.
 
-    A part is half a k block. So accumulators take fewer registers, and the MMAs of the first half run while the second
-    half is decoded. Each MMA has its own accumulators, however many inputs share a scale.
+    A k block is multiplied in two halves. So accumulators take fewer registers, and the MMAs of the first half run
+    while the second half is decoded. Each MMA has its own accumulators, however many inputs share a scale.
     """
 
     def multiply_parts(self, acc, parts: Iterable[Part], masks, tile_m: int) -> None:

@@ -232,9 +232,9 @@ class ScaledSums(RegisterWgmma):
     """The mainloop of `RegisterWgmma` that scales the sums of a k block instead of its weights. Its code is in
     `.scaled_sums`.
 
-    It is for fp32 scales of whole k blocks. To multiply two weights by one takes two multiplications and a conversion,
-    as many instructions as decoding them takes. The sums of a k block take ``tile_m / 2`` multiplications of a thread,
-    and registers of their own, so tiles have up to 128 rows.
+    It is for fp32 scales of whole k blocks. To scale two weights takes two multiplications and a conversion, as many
+    instructions as to decode them. To scale the sums of a k block takes ``tile_m / 2`` multiplications of a thread. The
+    sums need registers of their own, so tiles have up to 128 rows.
     """
 
     made_by: ClassVar[str] = f"{_ROOM}.scaled_sums:ScaledSumsMainloop"

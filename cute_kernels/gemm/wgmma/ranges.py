@@ -141,9 +141,9 @@ class RangeReduction(StoringReduction):
 
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
-        """Adds the partials of a tile that preceding CTAs have published, back to the CTA in whose range the tile
-        begins. No range is shorter than a tile, so there is one partial, of the CTA just before, and the loop runs
-        once.
+        """Adds the partials of a tile that preceding CTAs have published. The loop goes back from the CTA just before
+        this one to the CTA in whose range the tile begins. No range is shorter than a tile, so both are the same CTA,
+        and the loop runs once.
         """
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:

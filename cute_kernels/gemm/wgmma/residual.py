@@ -85,7 +85,7 @@ class ResidualChunks:
     def add(self, store, acc, first: int, ordinal: int, chunk: int) -> None:
         """Adds acc[first:] to a chunk's residual, and overwrites the residual with the rounded sums.
 
-        ldmatrix loads four matrices: inputs 0 to 7 and 8 to 15 of eight tokens, then the same features of the next
+        ldmatrix loads four matrices: features 0 to 7 and 8 to 15 of eight tokens, then the same features of the next
         eight tokens. If a chunk has only eight tokens, the second pair of matrices is the first pair.
         """
         tile_m, lane = self.config.chunks[chunk][1], store.lane

@@ -313,7 +313,9 @@ def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, in
 
 
 def is_plain(problem: LinearProblem) -> bool:
-    """Returns whether short products and `CROWDED_SHAPES` were measured with the problem's weight format and dtype."""
+    """Returns whether a problem has 4-bit codes without zero points and bf16 activations. `ROUND_SHAPES`,
+    `RANGE_SHAPES` and `CROWDED_SHAPES` were measured with these alone.
+    """
     return (problem.format.bits, problem.dtype, problem.format.has_zeros) == (4, "bf16", False)
 
 
