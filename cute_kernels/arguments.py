@@ -263,9 +263,10 @@ def check_matrix_shape(name: str, shape: object) -> None:
 def needs_dispatch(**tensors: object) -> bool:
     """Returns whether a call must go through its operator: it is being traced, or a tensor is not plain.
 
-    The first tensor decides the device. Raises TypeError for an argument that is no tensor. Raises ValueError if the
-    first tensor is neither on a CPU nor on a GPU, such as a meta tensor, and another tensor is elsewhere: the operator
-    would use shapes alone, and compute nothing.
+    The first tensor decides the device. If it is on neither a CPU nor a GPU, such as a meta tensor, the operator uses
+    shapes alone and computes nothing. Then all tensors must be on that device.
+
+    Raises TypeError for an argument that is no tensor, and ValueError for a tensor on another device.
     """
     if is_compiling():
         return True

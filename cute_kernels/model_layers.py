@@ -172,8 +172,11 @@ def _other(name: str, module: nn.Module, routers: set[nn.Module], skip: Sequence
 
 
 def routers_of(model: nn.Module) -> set[nn.Module]:
-    """Returns a model's routers. A router is a module whose weight has one row for each expert. It is, or lies inside,
-    a module with "gate" or "router" in its name, whose parent also has the experts."""
+    """Returns a model's routers.
+
+    A router's weight has one row for each expert. The router is a submodule with "gate" or "router" in its name, or a
+    part of such a submodule. The experts are a submodule of the same parent.
+    """
     found: set[nn.Module] = set()
     for parent in model.modules():
         children = dict(parent.named_children())

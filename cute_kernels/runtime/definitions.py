@@ -347,8 +347,8 @@ class _Uses(ast.NodeVisitor):
 
 
 class _HeldUses(_Uses):
-    """Collects the uses of a class that is held, without its bases, which are listed separately, and the defaults of
-    its fields.
+    """Collects the uses of a held class. The defaults of its fields are left out. So are its bases, which are listed
+    separately.
     """
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:

@@ -119,8 +119,9 @@ def _packages(modules: Iterable[str]) -> frozenset[str]:
 
 
 def _roots(spec: KernelSpec) -> Iterator[Root]:
-    """Yields the roots of a spec: the members that its classes, except `KernelSpec`, define, and then the roots of
-    `_values`."""
+    """Yields the roots of a spec. First come the members that its classes define (`_owners`), then the roots of
+    `_values`.
+    """
     owners = _owners(spec)
     members = {kind: definitions.members(_file_of(kind), kind.__qualname__) for kind in owners}
     known = vars(KernelSpec).keys() - {"compile"}
