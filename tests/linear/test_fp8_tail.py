@@ -166,11 +166,11 @@ def test_a_product_of_experts_is_two_launches():
     weight = quantize_experts(torch.randn(2, 64, 320), format="mxfp4", dtype=torch.bfloat16)
     with recording() as cache:
         grouped_linear(
-            torch.randn(1, 320).bfloat16(), weight, torch.tensor([0, 1, 1], dtype=torch.int32), activations="fp8"
+            torch.randn(70, 320).bfloat16(), weight, torch.tensor([0, 70, 70], dtype=torch.int32), activations="fp8"
         )
     rows, product = cache.launches
     assert rows.symbol.endswith("_half") and product.symbol.startswith("grouped_") and "_e4m3tailr" in product.symbol
-    assert rows.arguments[6:10] == (1, 48, 3, 3) and product.arguments[0].shape == (1, 64 * 3)
+    assert rows.arguments[6:10] == (70, 48, 3, 3) and product.arguments[0].shape == (70, 64 * 3)
 
 
 def test_less_than_a_k_block_is_refused():
