@@ -179,8 +179,8 @@ def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def _unpacked_as(form: KvFormat) -> str:
-    """Returns the name of the first format whose unpacked rows attention reads in the same way as unpacked rows of
-    ``form``."""
+    """Returns the name of the first format that attention reads in the same way as ``form``, once rows of both are
+    unpacked."""
 
     def meaning(other: KvFormat) -> tuple[object, ...] | None:
         reader = other.extend

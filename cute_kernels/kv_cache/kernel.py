@@ -91,7 +91,7 @@ class AppendKernel:
         )
 
     def _shares(self, inputs: Inputs, wave):
-        """Returns (`Shares`, which says how the work is distributed among CTAs, and the grid)."""
+        """Returns (shares, grid). The `Shares` say how the work is distributed among CTAs."""
         config, num_q_heads, num_kv_heads = self.config, inputs.num_q_heads, inputs.num_kv_heads
         blocks = cute.ceil_div(inputs.num_tokens, config.tokens_per_cta)
         q_rows, kv_rows = rows_per_team(blocks, num_q_heads, num_kv_heads, wave, Q_ROWS_PER_KV_ROW, cutlass.select_)

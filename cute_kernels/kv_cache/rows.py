@@ -139,7 +139,7 @@ class CodedRow:
 
     @property
     def sets(self) -> int:
-        """Number of sets of columns that a lane has. A *set* is the columns of one group that a lane has."""
+        """Number of sets of a lane's columns. A *set* is those of the lane's columns that belong to one group."""
         return self.runs if self.num_headers >= self.runs else 1
 
     @property

@@ -85,7 +85,7 @@ class TileCopier:
         page,
         place,
     ):
-        """Starts copying the tile of a request that begins with ``token``; rows from ``length`` on may be left out.
+        """Starts copying a request's tile whose first token is ``token``. Rows from ``length`` on may be left out.
 
         producer: index of the warp among the producer warps, which share the copies. page, place: the result of
         :meth:`find_pages` for this tile.

@@ -11,8 +11,8 @@ Every code is a number that fp16 holds exactly, so bytes become operands without
 
 Elements are not multiplied by their row's scale. Instead, scores are multiplied by the scales of K's rows, and
 probabilities by the scales of V's rows. The softmax reference bounds the product of probability and scale (see
-:mod:`.int4`). A scale of a head or tensor beside the cache only changes the score scale and the outputs. Scales of
-columns beside the cache only change the queries and the outputs.
+:mod:`.int4`). Other scales lie beside the cache. A scale of a head, or of the whole tensor, only changes the score
+scale and the outputs. Scales of columns only change the queries and the outputs.
 """
 
 from __future__ import annotations

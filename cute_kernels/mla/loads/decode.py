@@ -95,8 +95,8 @@ class TokenDecoder:
 
     def load_last(self, words, scales, token, place) -> None:
         """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. These loads must
-        stay after the fence, which would wait for them. The compiler may move constant loads, so they are not marked
-        constant.
+        be issued after the fence, since a fence waits for loads in flight. The compiler may move constant loads, so
+        they are not marked constant.
         """
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):

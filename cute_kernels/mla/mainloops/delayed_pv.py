@@ -210,8 +210,8 @@ class DelayedPV:
         return held
 
     def load_fragment(self, words, place, steps: range) -> None:
-        """Loads a lane's words of an A operand [64, 64], 16 columns a step. place: the address of its first piece, see
-        `SteppedWeights.place`."""
+        """Loads a lane's words of an A operand [64, 64], 16 columns a step. place: the address of the lane's first
+        piece, see `SteppedWeights.place`."""
         for step in steps:
             loaded = ptx.load_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, transpose=False)
             for i in range(4):

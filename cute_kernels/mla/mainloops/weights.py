@@ -167,7 +167,7 @@ class SteppedWeights:
         ptx.store_matrix_x4(place ^ (2 * wgmma_tiles.PIECE_BYTES * step), 0, words, transpose=False)
 
     def hand_over(self, part: int) -> None:
-        """Lets the second warpgroup read a part that has been published: its weights, with part 0 also the rows'
+        """Lets the second warpgroup read a published part of the weights. With part 0, it may also read the rows'
         factors."""
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_READY[part], number_of_threads=CONSUMER_THREADS)
 
