@@ -31,8 +31,8 @@ def candidates(problem: LinearProblem) -> Iterator[Schedule]:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem) -> Schedule:
-    """Returns the schedule that is expected to be the fastest. If the time model is fitted for some schedules, it is
-    one of them.
+    """Returns the schedule that the time model expects to be the fastest. Schedules for which the model is not fitted
+    are considered only if it is fitted for none.
     """
     found = list(candidates(problem))
     fitted = [schedule for schedule in found if is_fitted(problem, schedule)]

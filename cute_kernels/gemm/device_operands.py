@@ -88,8 +88,8 @@ def load_row_scales(form: WeightFormat, end, row) -> list[Any]:
 def row_of(end, rows, place):
     """Returns (number of rows of out to write, index of the row of x from which row ``place`` of out is made).
 
-    end, rows: addresses as in `INPUT_ROWS`. If ``end`` is 0, every row is written: the first result is then ``place`` +
-    1.
+    end, rows: addresses as in `INPUT_ROWS`. If ``end`` is 0, every row is written. The returned number is then
+    ``place`` + 1, so the caller writes row ``place``.
     """
     count, row = place + 1, place
     if end != 0:

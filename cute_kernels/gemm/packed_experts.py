@@ -111,11 +111,11 @@ class PackedExperts(Packed):
         return torch.stack([weight.dequantize(dtype) for weight in self])
 
     def shard_n(self, rank: int, world_size: int) -> PackedExperts:
-        """Returns a copy of a rank's output features of every expert; see `PackedWeight.shard_n`."""
+        """Returns a copy with only a rank's output features of every expert; see `PackedWeight.shard_n`."""
         return stack_experts([weight.shard_n(rank, world_size) for weight in self])
 
     def shard_k(self, rank: int, world_size: int) -> PackedExperts:
-        """Returns a copy of a rank's inputs of every expert; see `PackedWeight.shard_k`."""
+        """Returns a copy with only a rank's input columns of every expert; see `PackedWeight.shard_k`."""
         return stack_experts([weight.shard_k(rank, world_size) for weight in self])
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -105,12 +105,13 @@ class ScoreTerm:
 
     def may_hide(self, state: ScoreState, token: Int32) -> Any:
         """Returns whether the term hides at least one key of a tile from at least one query. token: the tile's first
-        token. None means never.
+        token. Returns None if the term never hides a key.
         """
         return None
 
     def hides(self, state: ScoreState, position: Int32, token: Int32) -> Any:
-        """Returns whether the term hides the key at ``token`` from the query at ``position``; None for never."""
+        """Returns whether the term hides the key at ``token`` from the query at ``position``; None if the term never
+        hides a key."""
         return None
 
 
@@ -273,8 +274,8 @@ class ScoreTerms:
         return masked
 
     def hides(self, state: ScoreState, position, token, hidden=None):
-        """Returns whether ``hidden`` is True or a term hides the key at ``token`` from the query at ``position``. None
-        means never."""
+        """Returns whether ``hidden`` is True or a term hides the key at ``token`` from the query at ``position``.
+        Returns None if ``hidden`` is None and no term ever hides a key."""
         for more in (term.hides(state, position, token) for term in self.terms.values()):
             if more is not None:
                 hidden = more if hidden is None else hidden | more

@@ -148,7 +148,8 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """The number of groups whose scales take as many bytes as a second-level scale; 0 without a second level."""
+        """The space of second-level scales, in groups: the number of groups whose scales would take as many bytes. 0
+        without a second level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property

@@ -162,8 +162,8 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
 
 
 def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
-    """Returns the configurations worth considering: one for each amount of shared memory in `X_BYTES`, which
-    activations may take."""
+    """Returns the configurations worth considering: at most one for each amount of shared memory in `X_BYTES`.
+    Activations may take that amount."""
     base = base_config(problem)
     # Three warps along K keep pace with the memory better, where shared memory holds a pipeline of their longer stages.
     more = replace(base, k_warps=3) if base.n_tiles == 2 and base.block_k <= 128 else base

@@ -44,7 +44,7 @@ def present_parts(problem: LinearProblem, config: WgmmaConfig) -> int:
 
 
 def scales_in_fp32(config: WgmmaConfig) -> bool:
-    """Returns whether decoding multiplies codes by fp32 scales, for which `FLOAT_RATES` is."""
+    """Returns whether decoding multiplies codes by fp32 scales. The rates of such mainloops are `FLOAT_RATES`."""
     return config.scales_codes and config.format.scale_bytes == FLOAT_BYTES
 
 

@@ -2,9 +2,9 @@
 
 Within a part of K, every tile shape adds products in one order. Parts are also added in one order: the last part, then
 the first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few
-rows, different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster has two CTAs,
-whose one addition has no order, or four CTAs with one tile each. With many rows, one CTA computes all parts, one after
-the other. Plain Python, no GPU.
+rows, different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster of two CTAs adds
+two parts, in either order: the bits are the same. A cluster of four adds four parts, and its CTAs have one tile each,
+so that the order is kept. With many rows, one CTA computes all parts, one after the other. Plain Python, no GPU.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=64)
 def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns the configurations worth considering, made once for all numbers of parts that are compared; `schedule_of`
-    filters them."""
+    """Returns the configurations worth considering. They are the same for every number of parts of K; `schedule_of`
+    returns None for those that do not support a number."""
     tiles = plain.tile_configs(
         problem, (*plain.SHAPES, *plain.BETWEEN_SHAPES, *plain.NARROW_SHAPES, *plain.wide_shapes(problem))
     )

@@ -93,7 +93,7 @@ class LimbProducts:
     Args:
         tiles: number of tiles of 64 output features that are multiplied by the same limbs.
         tile_m: number of rows of x that have accumulators. A thread has accumulators [tile][tile_m / 2].
-        word_steps: number of k16 steps whose codes a thread's 16 bytes of a chunk hold.
+        word_steps: number of k16 steps in a chunk, which is 16 bytes of a thread's codes.
         bytes_of: the function that decodes codes to bytes.
         groups: number of scale groups of a k block. A lane has accumulators and scales for each of them.
     """

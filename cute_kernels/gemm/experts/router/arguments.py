@@ -8,8 +8,8 @@ bias, correction     [experts] or 0; bias_wide, correction_wide: whether they ar
                      configuration's dtype
 ids, weights         int32 and fp32 [T, top_k]
 of `ROUTER`          hidden [T, K] of the configuration's dtype, T at most MAX_TOKENS, K a multiple of 8, on 16
-                     bytes; weight [experts, K], on 16 bytes; workspace: T * experts words, EMPTY. 1 << expert_shift
-                     experts of a CTA; all CTAs must fit on the GPU together.
+                     bytes; weight [experts, K], on 16 bytes; workspace: T * experts words, EMPTY; expert_shift:
+                     log2 of the number of experts that a CTA has. All CTAs must fit on the GPU together.
 of `SELECT`          logits fp32 [T, experts], without the bias
 """
 
