@@ -365,8 +365,9 @@ class LayerBlock(Block):
     """A decoder layer's ``forward`` in fewer launches.
 
     Args:
-        module: the layer that ``known`` describes.
-        place: its position in the model.
+        module: the decoder layer.
+        known: the names of the layer's norms and dropouts.
+        place: the layer's position in the model.
     """
 
     compiles = True

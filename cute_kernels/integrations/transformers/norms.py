@@ -157,22 +157,22 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """Returns the tensor of ``rows``, with a note from which `deferred_norm_of` takes their deferred norm by
-    ``module``."""
+    """Returns the tensor of ``rows``, and notes their deferred norm by ``module`` on it. `deferred_norm_of` reads the
+    note."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of ``rows``, with a note from which `deferred_norm_of` takes ``result``, the product of their
-    norm by ``module``."""
+    """Returns the tensor of ``rows``, and notes ``result`` on it: the product of ``weight`` and their norm by
+    ``module``. `deferred_norm_of` reads the note."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """Returns a sum with its deferred norm by ``module``, or with the norm's product. They come from the note on the
-    sum; the result is None without such a note, or if the sum was written after it was noted.
+    """Returns a sum with its deferred norm by ``module``, as the sum's note says. If the note has the product of that
+    norm and a weight, returns a `Projected`. Returns None without a note, or if the sum was written after it was noted.
 
     `is_plain` must hold for ``module``.
     """

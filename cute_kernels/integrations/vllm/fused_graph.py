@@ -430,7 +430,7 @@ def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Removes nodes that are no longer used, given in graph order. Later, vLLM removes the nodes that only the removed
-    nodes used."""
+    """Removes ``nodes``, which nothing uses any more. They are in graph order. Nodes that only they used stay; vLLM
+    removes those later."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -35,8 +35,8 @@ SCALED = "mla_fp8"  # DeepSeek-V3.2's tokens of 656 bytes, vLLM's fp8_ds_mla
 
 
 class Decoding:
-    """Replaces the decoding of a backend's implementation: over whole contexts, in 16-bit caches with pages of 64
-    tokens. Layers with FP8 caches keep the backend's own decoding.
+    """Replaces the decoding of a backend's implementation. It decodes over whole contexts, in 16-bit caches with pages
+    of 64 tokens. Layers with FP8 caches keep the backend's own decoding.
     """
 
     serves_some: ClassVar[bool] = False
