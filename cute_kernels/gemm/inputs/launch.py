@@ -58,8 +58,8 @@ def input_rows(
 ) -> InputRows | None:
     """Returns the launch that prepares the rows of a checked x on a GPU. Returns None if torch has to prepare the rows.
 
-    stride: elements from one row to the next; None if rows are not evenly spaced. The launch needs evenly spaced rows
-    of whole, aligned pieces of 16 bytes, and a GPU with such a kernel. Permuted rows have to fit in shared memory.
+    stride: the result of `row_stride` for x. The launch needs evenly spaced rows of whole, aligned pieces of 16 bytes,
+    and a GPU with such a kernel. Permuted rows have to fit in shared memory.
     """
     k, index, room = x.shape[-1], x.get_device(), 0 if perm is None else room_for(x.shape[-1])
     tensors = [tensor for tensor in (x, perm, input_scale) if tensor is not None]
