@@ -144,8 +144,8 @@ def _pipeline(head_dim: int, decodes: bool) -> policies.ProducerPipeline:
 
 
 def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """Returns the configurations of two launches that replace one of ``config``. The first launch unpacks the cache to
-    16-bit rows, the second attends to these rows."""
+    """Returns the configurations of two launches that can replace a single launch of ``config``. The first unpacks the
+    cache to 16-bit rows, the second attends to these rows."""
     unpack = UnpackConfig(
         k_format=config.k_format,
         v_format=config.v_format,
@@ -166,8 +166,8 @@ def choose_unpacked(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
 
 
 def choose_fp8(config: ExtendConfig) -> tuple[UnpackConfig, ExtendConfig]:
-    """Returns the configurations of two launches that replace one of ``config``. The first launch unpacks the cache to
-    E4M3 codes, the second multiplies in FP8."""
+    """Returns the configurations of two launches that can replace a single launch of ``config``. The first unpacks the
+    cache to E4M3 codes, the second multiplies in FP8."""
     unpack, attention = choose_unpacked(config)
     return replace(unpack, dtype="e4m3"), replace(
         attention,

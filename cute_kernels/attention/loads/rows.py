@@ -277,7 +277,8 @@ class CodedRows:
         return Int32(0), lane
 
     def numbers(self, held: Held, k: int):
-        """Decodes a lane's word of a load to packed pairs of numbers. A scale of the row is not applied."""
+        """Decodes the word that this lane got from its ``k``-th load to packed pairs of numbers. A scale of the whole
+        row is not applied."""
         return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
 
 

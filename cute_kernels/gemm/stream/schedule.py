@@ -45,7 +45,8 @@ class StreamSchedule:
         num_tiles: number of tiles of 64 output features.
         k_blocks: number of k blocks of the padded K.
         num_slices: number of slices of K, one for each CTA of a group.
-        num_groups: number of groups of CTAs. Each group takes an equal range of the k blocks of all blocks.
+        num_groups: number of groups of CTAs. A slice's k blocks are numbered through all blocks of output
+            features. Each group takes a range of them; ranges differ by one k block at most.
     """
 
     config: StreamConfig

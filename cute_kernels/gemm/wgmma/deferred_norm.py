@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = WARPGROUP_THREADS // ROW_VECTORS
 
 @dataclass(frozen=True)
 class GivingOperands(Operands):
-    """Addresses of a launch of the product before a norm. offset: a number that is added to the norm's weights."""
+    """Operands of the product that makes the rows to be normed. offset: a number added to the norm's weights."""
 
     norm: Int64  # weights [n], bf16
     scaled: Int64  # [m, n], bf16
@@ -73,7 +73,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TakingOperands(Operands):
-    """Addresses of a launch of the product after a norm."""
+    """Operands of the product that applies a deferred norm: the sums of squares of its rows, and the numbers that turn
+    them into factors."""
 
     squares: Int64  # [m, parts], fp32
     parts: Int32  # a multiple of 4

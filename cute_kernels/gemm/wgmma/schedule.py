@@ -148,8 +148,8 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 
 def most_splits(config: WgmmaConfig) -> int:
-    """Returns the largest number of parts of K worth trying: `MAX_SPLITS`, or 1 for tiles of `PAIRED_SHAPES` without a
-    DSMEM reduction, which are for layers of many features.
+    """Returns the largest number of parts of K worth trying. It is 1 for tiles of `PAIRED_SHAPES` without a DSMEM
+    reduction, since those shapes are for layers of many features. Else it is `MAX_SPLITS`.
     """
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
@@ -163,8 +163,8 @@ def schedule_of(problem: LinearProblem, config: WgmmaConfig, splits: int = 1) ->
 
 
 def cut_schedule(problem: LinearProblem, config: WgmmaConfig, splits: int) -> TileSchedule | None:
-    """Returns a schedule in which all tiles are cut, before the number of CTAs is known. Returns None if the padded K
-    is not a multiple of the k block, or if the reduction cannot cut tiles into ``splits`` parts."""
+    """Returns a schedule that cuts every tile into ``splits`` parts. Its ``num_ctas`` is 0: callers set it afterwards.
+    Returns None if the padded K is not a multiple of the k block, or if the reduction cannot cut tiles so."""
     k_blocks, rest = divmod(problem.k_pad, config.block_k)
     if rest or not config.reduction.can_cut(config, splits, k_blocks):
         return None

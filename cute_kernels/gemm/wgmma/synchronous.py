@@ -29,8 +29,8 @@ PIECE_BYTES = 16  # the unit that swizzling moves: 8 inputs
 
 
 class SynchronousMainloop:
-    """Multiplies by mma.sync in each warp, which waits for no other warp. Scales are applied to the accumulators of a
-    group."""
+    """Multiplies by mma.sync in each warp, which waits for no other warp. The sums of each scale group are multiplied
+    by its scale; the weights themselves are not scaled."""
 
     def __init__(self, config: WgmmaConfig, parts: MainloopParts):
         self.config, self.stages = config, parts.stages

@@ -313,9 +313,10 @@ def _dense_bytes(shapes: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _sizes(pairs: Sequence[Pair], shapes: Sequence[tuple[int, int, int]], budget: float) -> tuple[list[list[int]], int]:
-    """Returns (bytes of a token by layer and candidate, the bytes that the budget allows a token in all layers).
+    """Returns (sizes, most). sizes[layer][candidate]: bytes of a token's rows in that layer. most: bytes that a token
+    may take in all layers together.
 
-    Raises ValueError for too small a budget.
+    Raises ValueError for too small a budget, and for candidates whose keys lie in blocks.
     """
     for pair in pairs:
         if any(format_of(name).in_blocks for name in pair):

@@ -10,7 +10,7 @@ the mbarriers below synchronise the warps; stages, and two buffers of weights, a
     weighed    buffer of weights    4: a lane of each score warp                              value warps
     added      buffer of weights    8: a lane of each value warp                              score warps
 
-docs/design/mla_few_heads.md explains this by clocks and bytes.
+docs/design/mla_few_heads.md derives this design from counts of clocks and bytes.
 """
 
 from __future__ import annotations
