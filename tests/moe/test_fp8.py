@@ -163,6 +163,7 @@ def test_a_grouped_product_of_few_rows_rounds_each_row_of_x_once():
 
 @pytest.mark.parametrize("options", [{"batch_invariant": True}, {"dtype": torch.float16}])
 def test_batch_invariant_and_fp16_products_of_few_rows_take_codes(options: dict[str, Any]):
+    options = dict(options)
     dtype = options.pop("dtype", BF16)
     gate_up, down = (quantize_experts(numbers(16, n, 512, seed=n), format="w4g128", dtype=dtype) for n in (1024, 512))
     with recording() as cache:
@@ -172,7 +173,8 @@ def test_batch_invariant_and_fp16_products_of_few_rows_take_codes(options: dict[
 
 
 @pytest.mark.parametrize(("form", "tokens", "in_16_bits"), [
-    ("fp8_block", 1024, True), ("fp8_block", 4096, False), ("mxfp4", 128, True), ("mxfp4", 1024, False),
+    ("fp8_block", 1024, True), ("fp8_block", 1280, False), ("mxfp4", 128, True), ("mxfp4", 160, False),
+    ("fp8", 1024, False), ("w4g128", 1024, False),
 ])  # fmt: skip
 def test_up_to_how_many_rows_products_are_in_16_bits(form: str, tokens: int, in_16_bits: bool):
     count, topk = (128, 4) if form == "mxfp4" else (256, 8)

@@ -44,7 +44,7 @@ def shipped_specs() -> list[KernelSpec]:
 
 
 def specs_of(config: StreamConfig | WgmmaConfig) -> list[KernelSpec]:
-    """Returns the specs of all kernels that a product of a configuration launches, except the kernel that gathers
+    """Returns the specs of all kernels that a product of a configuration launches, except those that gather or round
     rows."""
     makes_limbs = isinstance(config, WgmmaConfig) and config.limbs
     limbs = [GemmSpec(RowsConfig(config.dtype, makes=LIMBS))] if makes_limbs else []

@@ -1,7 +1,7 @@
 """The plans of calls of experts. A plan holds the decisions for calls of one kind, and launches each call.
 
-A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, another
-launch puts rows in the order of their places, or rounds them. The launches exchange data in one allocation (`Scratch`).
+A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, other
+launches put rows in the order of their places, or round them. The launches exchange data in one allocation (`Scratch`).
 It begins with the hidden activations, which kernels get as a tensor; all other data are passed by address. The compiled
 functions check only the tensor's number of columns, so the other data may lie behind its last row. Nothing here waits
 for the device.

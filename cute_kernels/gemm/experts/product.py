@@ -37,7 +37,7 @@ TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
 """Names of the tensors, besides x, that callers pass to a bound product. They pass addresses of out and, for sorted
 assignments, of offsets and rows, for unsorted ones of ids."""
 # Rows of an expert up to which FP8 in groups is multiplied in 16 bits. 1024 tokens of DeepSeek-V3 take 3.03 ms so, and
-# 3.31 ms in FP8 (`moe_fp8_rows_study.json`).
+# 3.37 ms in FP8 (`moe_fp8_rows_study.json`).
 FEW_BLOCK_ROWS = 48
 FEW_PLACES = 256  # up to so many places, results that a layer adds up are stored in fp32; more take half the bytes
 
