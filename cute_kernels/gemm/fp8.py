@@ -102,7 +102,7 @@ def has_few_rows(call: LinearCall) -> bool:
     the number of rows.
     """
     form = call.weight.format
-    most = FEW_BLOCK_ROWS if form.bits == 8 and form.group_size else FEW_ROWS
+    most = FEW_BLOCK_ROWS if x_group(form) else FEW_ROWS
     exact = call.x.dtype == torch.bfloat16 and (call.activation_scale is None or not form.group_size)
     return call.size[0] <= most and exact and not call.batch_invariant
 

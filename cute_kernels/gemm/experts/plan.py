@@ -58,7 +58,7 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         product = product_of(places, form, call.batch_invariant, activation)
         # What lays rows of x in the order of the places, where the product does not take them by index.
         gather = gathering(places, form) if call.rows is not None and not product.gathers else None
-        rounds = rounding(len(call.x), places, form, call.batch_invariant)
+        round_x = rounding(len(call.x), places, form, call.batch_invariant)
         send = product.bound(form.n, activation, out_dtype)
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
     pads = bool(form.k % vector)
@@ -70,8 +70,8 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         x = contiguous(x)
         if pads or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
-        if rounds is not None:
-            x, _ = rounds.make(x)
+        if round_x is not None:
+            x, _ = round_x.make(x)
         out = GPU.empty(*new_out) if call.out is None else call.out
         if offsets.data_ptr() % ALIGNMENT:  # work ranges read those of four experts at a time
             offsets = offsets.clone()

@@ -36,9 +36,9 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
 """Names of the tensors, besides x, that callers pass to a bound product. They pass addresses of out and, for sorted
 assignments, of offsets and rows, for unsorted ones of ids."""
-# Rows of an expert up to which FP8 in groups is multiplied in 16 bits. 1024 tokens of DeepSeek-V3 take 3.03 ms so, and
-# 3.37 ms in FP8 (`moe_fp8_rows_study.json`).
-FEW_BLOCK_ROWS = 48
+# Rows of an expert up to which products are in 16 bits where x has scales by group. 1024 tokens of DeepSeek-V3 take
+# 3.03 ms so, and 3.37 ms in FP8 (`moe_fp8_rows_study.json`).
+MOST_GROUPED_ROWS = 48
 FEW_PLACES = 256  # up to so many places, results that a layer adds up are stored in fp32; more take half the bytes
 
 
@@ -80,7 +80,7 @@ def takes_codes(form: ExpertsForm, problem: GroupedProblem) -> bool:
     """Returns whether a product takes x as E4M3 codes. If experts usually have few rows, a product in FP8 is the 16-bit
     product of rows that `rounding` has rounded: it takes as long as loading its weights. Few are as many as work ranges
     support, and more for FP8 in groups. `cute_kernels.gemm.fp8.has_few_rows` is such a rule for linear layers."""
-    most = FEW_BLOCK_ROWS if problem.format.bits == 8 and problem.format.group_size else ROWS
+    most = MOST_GROUPED_ROWS if x_group(problem.format) else ROWS
     few = problem.dtype == "bf16" and usual_rows(problem) <= most
     return form.activations is not None and (problem.batch_invariant or not few)
 
