@@ -16,14 +16,14 @@ is all that a caller changes. The arguments and results correspond as follows:
 
 So, as with FBGEMM, O = sum_s w_s out_s / sum_s w_s sum_s with w_s = exp(max_s - max over splits).
 
-It supports more than FBGEMM: any number of KV heads and of tokens, all groups that `decode_attention` supports, and CPU
-tensors (through the reference). Splits without tokens, which FBGEMM leaves uninitialised, have out 0, max -inf and sum
-0.
+This module supports more than FBGEMM: any number of KV heads and of tokens, all groups that `decode_attention`
+supports, and CPU tensors (through the reference). Splits without tokens, which FBGEMM leaves uninitialised, have out 0,
+max -inf and sum 0.
 
 On a GPU the second and third output differ from FBGEMM's; O and the combination above are the same:
 
-* Tiles of tokens are assigned to the splits in turn. FBGEMM's splits have ceil(length / num_split_ks) consecutive
-  tokens each. So a split's output belongs to other tokens than FBGEMM's. CPU tensors are split as by FBGEMM.
+* Tiles of tokens are assigned to the splits round-robin. FBGEMM's splits have ceil(length / num_split_ks) consecutive
+  tokens each. So split s covers other tokens than FBGEMM's split s. CPU tensors are split as by FBGEMM.
 * `max` is the number that was subtracted from the split's scores before exp, not always the largest scaled score: it
   may be a few units less, and with INT4 rows it includes the logarithm of V's scales. `sum` and the split's output
   are relative to it.

@@ -13,13 +13,13 @@ is all that a caller changes. The calls and arguments correspond as follows:
 | dense decode, bf16 or fp16 | `mla_decode`, kv_format "mla_bf16" or "mla_fp16", once for each of h_k heads |
 | sparse prefill, queries [s_q] | `sparse_mla_decode` of s_q requests of one query |
 | lse [b, h_q, s_q] | the transpose of lse [b, s_q, h_q] |
-| tile_scheduler_metadata | only a check that calls which share it agree; each call makes its schedule on the device |
+| tile_scheduler_metadata | calls that share the object must agree; each call makes its own schedule on the device |
 
-It supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through the
-reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and
+This module supports more than FlashMLA: any number of indices, up to 128 heads, any page size, and CPU tensors (through
+the reference). It has sparse decode over 16-bit caches (``is_fp8_kvcache=False``), dense decode over FP8 caches, and
 topk_length and extra caches for both FP8 formats. It supports less in one place: dense decode has at most 16 queries a
-request. FlashMLA has assertions for wrong arguments. Here they raise ValueError or TypeError, with a message that says
-what is wanted.
+request. For wrong arguments FlashMLA has assertions; the functions here raise ValueError or TypeError, with a message
+that says what is wanted.
 """
 
 from __future__ import annotations

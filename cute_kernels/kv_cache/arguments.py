@@ -52,7 +52,7 @@ FILL = LaunchArguments(
 )
 """The arguments of the kernel that fills blocks of keys. k_new: fp16 [tokens, num_kv_heads, head_dim]. k_tail: fp16
 [slots, 64, num_kv_heads, head_dim]. tail_slots: int32 [batch]. max_blocks: the greatest number of blocks that new
-tokens of one request touch. The others are the arguments of an append."""
+tokens of one request touch. The remaining arguments are those of an append."""
 CONSTANTS = ("k_center", "k_factor", "q_factor", "v_factor")
 TRANSFORM = arguments("address", *CONSTANTS, "q_shift")
 

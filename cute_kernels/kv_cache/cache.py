@@ -72,9 +72,9 @@ class KVCache:
     """The pages of K and V of all layers, and the sequences that own them.
 
     A sequence has the same page indices in every layer. Its length is the number of tokens that it has pages for;
-    `allocate` and `extend` increase it. Call `extend` once per step, before any layer's `append`, which writes the last
-    tokens. `fork` shares pages; a partly filled shared page is copied for the sequence that extends into it. Every
-    method that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
+    `allocate` and `extend` increase it. Call `extend` once per step, before any layer's `append`; `append` writes the
+    rows of a sequence's last tokens. `fork` shares pages; a partly filled shared page is copied for the sequence that
+    extends into it. Every method that takes pages succeeds, or raises `OutOfPagesError` and changes nothing.
 
     Not thread-safe; run all of a cache's device work on one stream, so that a page is not reused before its last reader
     is done.
@@ -447,8 +447,8 @@ class KVCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns a key for each layer, a text. Two caches' layers with equal keys can read each other's rows. Waits
-        for the device.
+        """Returns each layer's key, a string. If layers of two caches have equal keys, each can read the other's rows.
+        Waits for the device.
         """
         return self._constants.keys
 

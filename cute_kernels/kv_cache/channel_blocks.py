@@ -2,8 +2,8 @@
 written.
 
 An append is two launches. The first (`.kernel`) is an ordinary append, except that it writes keys in fp16 to a
-temporary tensor. The second (`.channel_blocks_kernel`) copies these keys into the ring, 64 rows a sequence outside the
-cache, and writes the blocks that become full. Lengths on the device decide which blocks are full.
+temporary tensor. The second (`.channel_blocks_kernel`) copies these keys into the ring (64 rows per sequence, kept
+outside the cache), and writes the blocks that become full. Lengths on the device decide which blocks are full.
 """
 
 from __future__ import annotations

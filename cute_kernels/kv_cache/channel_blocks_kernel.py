@@ -147,8 +147,9 @@ class FillKernel:
 
     @cute.jit
     def keep(self, new, tail, token_bytes, start, length, base):
-        """Writes new rows into one half of the ring: the half that the block at ``base`` uses. Consecutive blocks use
-        the two halves in turn. The rows that are written belong to the newest block that uses this half.
+        """Writes new rows into the half of the ring that the block at position ``base`` uses; consecutive blocks
+        alternate between the halves. The rows are those of the newest block that uses the same half. start: position of
+        the first new token. length: the request's tokens, new ones included.
         """
         last = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         last = last - (last - base) % TAIL_TOKENS

@@ -45,8 +45,8 @@ def team_lanes(*head_dims: int, lane_columns: int = LANE_ELEMENTS) -> int:
 def row_alignment(kv_format: str, head_dim: int, lanes: int, runs: int = 1) -> int:
     """Returns the alignment in bytes that rows of a cache need for ``lanes`` lanes to access their parts of a row.
 
-    The alignment is the widest access, up to 16 bytes, that fits a lane's part of the codes. Rows with words in front
-    of the codes need at least 4 bytes.
+    The alignment is the widest access, up to 16 bytes, that fits a lane's part of the codes. Rows with header words
+    before the codes need at least 4 bytes.
     """
     form = format_of(kv_format)
     header, row_bytes = form.header_bytes, form.row_bytes(head_dim)
@@ -174,8 +174,8 @@ class AppendConfig:
         k, v: formats and sizes of the rows that are written.
         dtype: the dtype of q, k and v, "bf16" or "fp16".
         prologue: the steps before the transform.
-        lane_columns: the wanted number of columns of a lane (see `team_lanes`) if it has whole RoPE pairs, that is, if
-            ``runs`` is 2. Otherwise `LANE_ELEMENTS` is the wanted number.
+        lane_columns: the wanted number of columns of a lane (see `team_lanes`) in configurations whose lanes have whole
+            RoPE pairs (``runs`` is 2). In other configurations `LANE_ELEMENTS` is the wanted number.
         leads: whether attention over the same caches is launched as this kernel's programmatic dependent. If so, the
             kernel lets attention start early, and leaves it the SMs' shared memory.
         decode: whether each request has exactly one new token, at its last position. The kernel then has no code for
@@ -244,8 +244,8 @@ class AppendConfig:
 
     @property
     def least_ctas(self) -> int:
-        """Number of CTAs that must fit the registers of an SM; the compiler limits registers accordingly
-        (``min_blocks_per_mp``). A transform needs more registers, so the number is then only `ctas_per_sm`.
+        """Number of CTAs whose registers must fit into an SM at once; the compiler limits registers accordingly
+        (``min_blocks_per_mp``). A transform needs more registers, so with a transform the number is only `ctas_per_sm`.
         """
         return RESIDENT_WARPS // NUM_WARPS if self.transform is None else self.ctas_per_sm
 
@@ -355,17 +355,17 @@ def _choose(condition, chosen, other):
 
 
 def rows_per_team(blocks, num_q_heads, num_kv_heads, wave, ratio=1, select=_choose):
-    """Returns (number of q heads, number of KV heads) that a team takes of its token. They are the smallest numbers for
+    """Returns (q heads, KV heads): how many heads of its token a team processes. They are the smallest numbers for
     which one wave of CTAs suffices.
 
-    A team takes 1, 2, 4 ... `MAX_ROWS_PER_TEAM` q heads. It takes ``ratio`` times fewer KV heads (at least 1), since
-    rows of K and V are more work.
+    A team processes 1, 2, 4 ... or `MAX_ROWS_PER_TEAM` q heads. A team for K or V processes ``ratio`` times fewer heads
+    (at least 1), since rows of K and V are more work.
 
     If tokens are few, each team takes few heads, so that the work is spread over the whole GPU. If tokens are many,
     more heads share the work of making a token's angles.
 
     Args:
-        blocks: number of CTAs that the tokens take, for one set of heads.
+        blocks: number of CTAs that the tokens need if each team processes one set of heads.
         num_q_heads, num_kv_heads: heads of a token; a team's heads are all of q, all of k or all of v.
         wave: number of CTAs that the GPU holds at a time.
         select: a function of (condition, value if true, value if false); the kernel's launch code passes that of the

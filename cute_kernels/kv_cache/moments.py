@@ -44,8 +44,8 @@ class Moments:
         self.tokens = 0
 
     def update(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None) -> Moments:
-        """Adds one sequence with causal attention: token i attends to tokens 0 to i. Returns the object itself. Waits
-        for the device.
+        """Adds one sequence with causal attention: token i attends to tokens 0 to i. Returns self. Waits for the
+        device.
 
         Windows, soft caps and sinks are ignored; they would only change the attention's weights.
 

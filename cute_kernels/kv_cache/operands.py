@@ -190,8 +190,8 @@ def targets_of(given) -> Targets:
 
 
 def where_of(given, k_by_token: bool = False) -> Where:
-    """Makes the `Where` of a launch from its arguments. k_by_token: whether K's rows are written in the order of
-    tokens, so that only V's cache has pages.
+    """Makes the `Where` of a launch from its arguments. k_by_token: whether K's rows are written to a tensor in the
+    order of tokens, not to pages. The pages' number and size are then those of V's cache.
     """
     cache_shape = _any((given.v_cache if k_by_token else given.k_cache).shape)
     return Where(

@@ -73,8 +73,8 @@ def config_of(call: AppendCall, *, leads: bool = False) -> AppendConfig:
 def make_plan(call: AppendCall, *, leads: bool = False) -> Plan[[Given], torch.Tensor | None]:
     """Makes the plan of a checked call that has tokens. leads: as for `config_of`.
 
-    The plan's launch returns the rotated q, in q_out or a new tensor; None without q. It is one flat function without
-    intermediate objects, because a decoding step waits for it in every layer.
+    The plan's launch returns the rotated q, in q_out or a new tensor; None without q. The launch is one flat function
+    without intermediate objects, because a decode step waits for it in every layer.
     """
     device, rope = call.k.device, call.rope
     steps = None if rope is None else rope.phase_steps(device)

@@ -13,7 +13,7 @@ def append_kv_reference(call: AppendCall, compute_dtype: torch.dtype = torch.flo
     """Writes the call's k and v into its caches. Returns the rotated q in ``compute_dtype``, None without q.
 
     compute_dtype: float32, or float64 for a more exact comparison. The result is not rounded to q's dtype, so that a
-    kernel's error can be measured. K and V of tokens without a place (see `places`) are not written.
+    kernel's error can be measured. K and V of tokens that have no place in the cache (see `places`) are not written.
     """
     positions, pages, rows = places(call)
     q, k, v = transform(call, positions, compute_dtype)
@@ -52,7 +52,7 @@ def transform(
 
 
 def shifts(call: AppendCall, q: torch.Tensor | None) -> torch.Tensor:
-    """Returns q . k_center, [tokens, num_q_heads], of queries q [tokens, num_q_heads, head_dim] before the
+    """Returns the dot products q . k_center, [tokens, num_q_heads]. q: [tokens, num_q_heads, head_dim], before the
     transform."""
     assert call.transform is not None and q is not None
     shift = call.transform.shift(q)
@@ -123,8 +123,8 @@ def quantize(form: KvFormat, x: torch.Tensor, scale: torch.Tensor | None) -> tor
 def scatter(
     call: AppendCall, cache: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """Writes rows [tokens, num_kv_heads, row] to their tokens' places in the cache, except rows of tokens without a
-    place."""
+    """Writes ``values``, rows [tokens, num_kv_heads, row], into a cache: token t at row ``rows[t]`` of page
+    ``pages[t]``. Tokens with page -1 are not written."""
     if cache.element_size() == 1:
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
     written = pages >= 0

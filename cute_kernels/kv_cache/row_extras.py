@@ -91,7 +91,8 @@ class RowExtras:
 
     @cute.jit
     def ask_bias(self, asked: Asked, base, elements: Elements, head, ahead, count, lane):
-        """Starts loading the biases of ``count`` heads from ``head`` on, but of at most ``ahead`` heads."""
+        """Starts loading the biases of ``count`` heads from ``head`` on, at most ``ahead``: ``asked`` has registers for
+        as many. base: the address of all heads' biases, or 0."""
         if const_expr(self.one_code):
             piece = elements.piece
             first = ptx.pinned(base + Int64(head * elements.row_bytes + lane * piece.num_bytes))
@@ -112,8 +113,8 @@ class RowExtras:
 
     @cute.jit
     def add_bias(self, values, asked: Asked, base, elements: Elements, head, ahead, lane):
-        """Adds the bias of ``head`` to a row's values. If biases are loaded ahead, drops the used bias and moves each
-        remaining bias one row forward.
+        """Adds the bias of ``head`` to a row's values. If ``asked`` holds prefetched biases, drops the used bias and
+        moves each remaining bias one row forward.
         """
         if const_expr(self.one_code):
             for i, term in enumerate(elements.unpack([asked.bias[i] for i in range(elements.piece.num_words)])):

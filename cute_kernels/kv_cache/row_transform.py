@@ -147,7 +147,7 @@ class RowTransformer:
         self.k_hadamard.apply(values, place.lane)
 
     def turn_query(self, values, constants, lane):
-        """Transforms a row of q without its shift."""
+        """Transforms a row of q, but does not compute its q_shift."""
         self.apply_q_factor(values, constants)
         self.k_hadamard.apply(values, lane)
 

@@ -139,7 +139,7 @@ class CodedRow:
 
     @property
     def sets(self) -> int:
-        """Number of sets of a lane's columns. A *set* is those of the lane's columns that belong to one group."""
+        """Number of sets of a lane's columns. A *set* consists of the lane's columns in one group."""
         return self.runs if self.num_headers >= self.runs else 1
 
     @property
@@ -267,7 +267,7 @@ class ScaledRow(CodedRow):
 
     def pack(self, ratios: list[Float32]) -> list[Uint32]:
         """Rounds ratios, whose magnitudes are at most `code_max`, to codes (ties to even). Packs the codes in the row's
-        order, from bit 0 on. Returns the words of one run, of which the last may not be full."""
+        order, from bit 0 on. Returns the words of one run; the last word may be partly filled."""
         raise NotImplementedError
 
     def unpack(self, words, count: int) -> list[Float32]:
@@ -300,15 +300,15 @@ class ScaledRow(CodedRow):
         return [numbers.from_bits(ptx.load_global_words(scale + offset, 0, 1)[0])]
 
     def find_steps(self, statistics, scale) -> list[Float32]:
-        """Returns the divisors of the lane's sets. They are what headers store, even if `tame` replaces a divisor for
-        the division.
+        """Returns the divisors of the lane's sets. Headers store these divisors, even where `tame` replaces one for the
+        division.
         """
         if self.has_header:
             return [over_constant(statistics[s], self.code_max) for s in range(self.sets)]
         return list(scale)
 
     def awkward(self, statistics, steps):
-        """Returns whether some value is NaN, or some quotient could be inexact or saturate in `quotient_of`. This is
+        """Returns whether a value is NaN, or `quotient_of` could make a quotient that is inexact or saturates. This is
         rare.
         """
         plain = [(steps[s] >= SMALL) & (steps[s] <= LARGE) for s in range(self.num_steps)]

@@ -36,7 +36,7 @@ class RotaryPairs(Protocol):
 
 
 class Folded(NamedTuple):
-    """Weights and biases of the projections of q and k with smoothing folded in; a bias is None if none was given."""
+    """The projections of q and k after smoothing was folded in: their weights, and their biases (None if not given)."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -108,7 +108,7 @@ def fold(
         factors: [num_kv_heads, head_dim] from `smooth_keys`.
         q_weight: [num_q_heads * head_dim, hidden_size], as in `torch.nn.Linear`; any floating dtype.
         k_weight: [num_kv_heads * head_dim, hidden_size]; any floating dtype.
-        q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None. All are on one device.
+        q_bias, k_bias: [num_q_heads * head_dim], [num_kv_heads * head_dim] or None. All tensors are on one device.
         rope: the rotation of q and k after the projection; None if there is none.
 
     Returns:

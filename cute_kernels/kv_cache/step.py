@@ -109,16 +109,16 @@ def append_and_decode(
     The result is that of the two calls, bit for bit if ``num_splits`` is given. On a GPU attention starts while the
     append runs. It first reads older tokens, and waits for the append only before the new tokens and the rotated
     queries. With one token a request, most caches take a single launch: attention writes the new rows itself
-    (docs/api.md lists the exceptions). With a transform that has a center, a soft cap, sinks or the log-sum-exp take
-    two launches, since they depend on the scores' shift.
+    (docs/api.md lists the exceptions). If the transform has a center, a step with a soft cap, sinks or the log-sum-exp
+    takes two launches, since these depend on the constant that the center adds to all scores of a query.
 
     Args:
         q: bf16 or fp16 [batch, q_len, num_q_heads, head_dim], before norm and RoPE; q_len 1 to 16.
         k, v: [batch, q_len, num_kv_heads, head_dim] in q's dtype; V may have another head_dim. q, k and v may be views
             of one fused QKV tensor: the last two dimensions contiguous, tokens evenly spaced.
         k_cache, v_cache, kv_format, block_table, cache_layout, k_scale, v_scale: as for `decode_attention`. No other
-        request may use the slot of a new token. seq_lens: int32 [batch], tokens of each request after the append. New
-        tokens take positions seq_lens[b] - q_len
+            request may use the slot of a new token.
+        seq_lens: int32 [batch], tokens of each request after the append. New tokens take positions seq_lens[b] - q_len
             to seq_lens[b] - 1; tokens at negative positions are not written. There is no slot_mapping: a token that is
             not at the place of its position could be read before it is written.
         qkv_bias: (bias of q, bias of k, bias of v), each [heads * head_dim] in q's dtype, or None.
@@ -209,8 +209,8 @@ def append_kv(
         seq_lens: int32 [batch], each request's tokens in the cache after the append. Its n new tokens take positions
             seq_lens - n to seq_lens - 1. Without ``cu_seqlens`` every request has one new token.
         cu_seqlens: int32 [batch + 1], from 0 on: request b's new tokens are cu_seqlens[b] to cu_seqlens[b + 1] - 1.
-            Tokens from cu_seqlens[batch] on belong to no request: they are not written, except to slots of
-            ``slot_mapping`` that are not -1, and their q may hold anything.
+            Tokens from cu_seqlens[batch] on belong to no request. They are written only if ``slot_mapping`` has a slot
+            for them, and their rows of the returned q may hold anything.
         slot_mapping: int64 [tokens], instead of lengths: page * page_size + offset (request * max_seq_len + position in
             a contiguous cache); -1 writes nothing.
         block_table: int32 [batch, max_pages]: position t of request b lies in page block_table[b, t // page_size].

@@ -82,8 +82,8 @@ def serving_config(
 ) -> StepConfig | None:
     """Returns the result of `step_config`, or None if two launches are faster than one.
 
-    Steps on queries in addition to RoPE delay the beginning of each CTA. With such steps and many waves of CTAs, a
-    separate append is faster: measured at 15 waves, but not at 4 (docs/design/kv_append.md).
+    Steps on queries in addition to RoPE delay the beginning of each CTA. With such steps and more than `MOST_WAVES`
+    waves of CTAs, a separate append is faster; measurements at 15 and at 4 waves are in docs/design/kv_append.md.
     """
     config = step_config(schedule.config, append, positions)
     if config is None or not config.queries_meet_more:
@@ -96,8 +96,8 @@ def serving_config(
 def step_config(attention: DecodeConfig, append: AppendConfig, positions: bool = False) -> StepConfig | None:
     """Returns the configuration of one launch that appends and attends, or None if it cannot be compiled.
 
-    The launch writes the same rows as `append_kv`, bit for bit. For that, a row's squares are added up for its norm by
-    as many lanes as in `append_kv`.
+    The launch writes the same rows as `append_kv`, bit for bit. For that, the sum of squares in a row's norm is
+    computed by as many lanes as in `append_kv`.
     """
     rows = replace(append.for_decode(), leads=False)
     if positions and rows.prologue.has_norm:

@@ -58,14 +58,14 @@ from cute_kernels.runtime.plans import ALIGNMENT, identity
 EXTRA_NAMES = ("position_ids", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 NO_EXTRAS: Extras = (None,) * len(EXTRA_NAMES)
 NO_STEP_OPTIONS = ("q_shift", "k_tail", "tail_slots")
-"""Options of append or attention that a step does not take. It makes q_shift itself, and does not support caches with a
-tail."""
+"""Options of append or attention that a step does not take. A step computes q_shift itself, and does not support caches
+with a tail."""
 
 
 def _key(step: Step) -> tuple[Any, ...]:
-    """Returns the key of a step's plan. The key has every property for which attention could be refused, since the
-    append would already have been launched. The append's compiled function checks the remaining properties, as
-    `cute_kernels.runtime.operator.launcher` says.
+    """Returns the key of a step's plan. The key has every property for which attention's kernel could refuse a call:
+    such a refusal would come after the append's launch. The append's compiled function checks the properties that the
+    key leaves out, as `cute_kernels.runtime.operator.launcher` says.
     """
     (q, k, v, k_cache, v_cache, seq_lens, kv_format, rope, norm_eps, extras,
      softmax_scale, num_splits, _, out, options, transform) = step  # fmt: skip
@@ -97,8 +97,8 @@ def _key(step: Step) -> tuple[Any, ...]:
 
 
 def make_plan(append: AppendCall, attention: AttentionCall) -> Plan[[Step], Results]:
-    """Makes the plan of a checked step that has tokens. In two launches both kernels run on the current stream, one
-    directly after the other."""
+    """Makes the plan of a checked step that has tokens. If the step takes two launches, both are on the current stream,
+    one directly after the other."""
     assert append.q is not None
     alone = step_plan.make_plan(append, attention)
     if alone is not None:
@@ -143,8 +143,8 @@ def make_plan(append: AppendCall, attention: AttentionCall) -> Plan[[Step], Resu
 
 
 def _checked(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the calls of append and of attention of a step, after all checks that need not wait for the device. In
-    debug mode it also checks lengths and pages."""
+    """Returns a step's two calls, append and attention, after all checks that need not wait for the device. In debug
+    mode it also checks lengths and pages."""
     append, attention = make_calls(step)
     append_plan.check_alignment(append, leads=True)
     attention_plan.check_alignment(attention)
@@ -164,8 +164,8 @@ launch = launcher(_key, _checked, _plan_of, lambda calls: attention_ops.without_
 
 
 def make_calls(step: Step) -> tuple[AppendCall, AttentionCall]:
-    """Returns the calls of append and of attention of which a step consists. Attention's q is a stand-in with the shape
-    and dtype of the append's result.
+    """Returns the two calls that make up a step: append and attention. Attention's q is a stand-in with the shape and
+    dtype of the append's result.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it, what came and what is wanted.

@@ -346,7 +346,7 @@ class NewRows:
                 store_row(cache_row, encoded, cache + row, lane)
 
     def add_terms(self, values, asked, terms, elements, lane) -> None:
-        """Adds the bias to a row of K or V. Normalises a row of K, too."""
+        """Adds the bias to a row of K or V. If it is a row of K, applies the norm as well."""
         if elements is self.k_elements:
             self.row_extras.add_bias(values, asked, terms.k_bias, elements, 0, 1, lane)
             self.row_extras.normalise(values, asked, terms.k_norm, terms.norm_eps, lane)

@@ -1,4 +1,5 @@
-"""`KeyTails`, the rings of newest keys of a `KVCache` whose keys are in blocks, and their assignment to sequences."""
+"""`KeyTails`, the rings of newest keys that a `KVCache` with keys in blocks has, and the sequence that owns each
+ring."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ APPEND_OPTIONS = ("qkv_bias", "rope", "position_ids", "q_norm", "k_norm", "norm_
 class KeyTails:
     """One ring of 64 keys for each sequence (`layouts.kv.channel_blocks`). A ring's index is its slot.
 
-    When newer keys have replaced a full block in the ring, only the cache has the block, in 4 bits. So a sequence can
-    be cut back to the start of any block, or to any token of a block that the ring still has.
+    Once newer keys have overwritten a full block in the ring, the block exists only in the cache, in 4 bits. So a
+    sequence can be cut back to the start of any block, or to any token of a block that the ring still has.
 
     Args:
         form: the format of the keys.

@@ -1,9 +1,10 @@
 """CUDA graph captures in progress: the capture of a stream, and whether the captured graph still exists.
 
 A graph can own *user objects* (cudaGraphRetainUserObject, which is allowed during the capture). Executable graphs that
-are instantiated from it own them, too. Once the last owner is destroyed and its launches have ended, CUDA calls the
-object's destructor. It may be called on a thread of CUDA, which must call neither CUDA nor Python. The destructor here
-is the C library's ``sem_post`` on a semaphore, whose value Python reads later.
+are instantiated from the graph own its user objects, too. Once an object's last owner is destroyed and that owner's
+launches have ended, CUDA calls the object's destructor. CUDA may call it on a thread of its own, where neither CUDA nor
+Python may be called. The destructor here is the C library's ``sem_post`` on a semaphore, whose value Python reads
+later.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _runtime() -> ModuleType:
 
 
 class _Semaphore:
-    """A POSIX semaphore of value 0 that C code posts once. That may be as late as when the process ends.
+    """A POSIX semaphore of value 0 that C code posts once, perhaps only when the process ends.
 
     So Python does not own the semaphore's memory. The memory is freed only after the semaphore was posted.
     """

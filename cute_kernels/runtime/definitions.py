@@ -41,7 +41,7 @@ class Definition(NamedTuple):
         binds: the names that the statement assigns or defines.
         digest: the digest of the statement's text.
         uses: dotted names that the definition refers to, sorted.
-        weak: such names whose links are weak, see the module's docstring.
+        weak: further dotted names, whose links are weak; see the module's docstring.
         mentions: names of attributes in it, and strings that may be names of attributes.
         spans: (first line, last line) of each part of the statement.
         is_class: whether it is a class, at which weak links end.

@@ -27,7 +27,7 @@ def dense(dtype: Any, shape: tuple[Any, ...], align: int | None = None, memory: 
 
 
 def strided(dtype: Any, shape: tuple[Any, ...], units: Sequence[int], align: int, memory: Any = None) -> Any:
-    """Returns a fake tensor whose first ``len(units)`` dimensions may have any stride that is a multiple of
+    """Returns a fake tensor whose dimension i, for i < len(units), may have any stride that is a multiple of
     ``units[i]`` bytes. The strides of the other dimensions follow from the shape."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_tensor

@@ -18,8 +18,8 @@ Kind = Literal["tensor", "address", "int64", "int32", "float32"]
 def compile_options(arch: str, *extra: str) -> str:
     """Returns the options of `cute.compile` that all kernels have, as a string.
 
-    `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. The CUBIN is not kept
-    (`--keep-cubin` writes a file into the working directory): reports read it out of the exported object.
+    `arch` is always given: the DSL would otherwise ask the driver, and compiling needs no GPU. `--keep-cubin` is not
+    given, since it writes a file into the working directory; reports read the CUBIN from the exported object.
     """
     return " ".join(("--enable-tvm-ffi", f"--gpu-arch {arch}", *extra))
 
@@ -103,9 +103,8 @@ class LaunchArguments:
     ) -> Callable[..., Any]:
         """Makes a function for a plan. It calls the compiled ``function`` with all arguments in order.
 
-        A place is a chain of names, such as an argument and an attribute of it. The made function takes, by name, each
-        argument that is in none of fixed, tensors, values and made. It also takes the first names of the places in
-        tensors and values.
+        The made function takes, by name, each kernel argument that is in none of fixed, tensors, values and made. It
+        also has arguments of its own. A `Place` names one of these, and keys to an item of it.
 
         Args:
             fixed: values by name.
@@ -126,7 +125,8 @@ class LaunchArguments:
 
 
 Place = tuple["str | int", ...]
-"""The place of a value in a launch's arguments: an argument's name, then the keys to index it with."""
+"""Where a plan's function finds a value: the name of its own argument, then the keys with which that argument is
+indexed."""
 
 
 def by_name(*names: str) -> dict[str, Place]:

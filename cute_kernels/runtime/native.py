@@ -277,7 +277,7 @@ def find_linker() -> list[str] | None:
 def compile_c(source: Path, output: Path) -> bool:
     """Compiles a C file that needs no library into an object; returns False without a C compiler.
 
-    Raises RuntimeError with the compiler's words if it fails.
+    Raises RuntimeError with the compiler's message if it fails.
     """
     compiler = next((path for name in _toolchain.c_compilers if (path := shutil.which(name))), None)
     if compiler is None:
@@ -294,7 +294,7 @@ def compile_c(source: Path, output: Path) -> bool:
 def link(objects: list[Path], output: Path) -> None:
     """Links exported objects into one shared library.
 
-    Raises LinkerMissingError if there is no linker. If the linker fails, raises RuntimeError with the linker's words.
+    Raises LinkerMissingError if there is no linker. If the linker fails, raises RuntimeError with the linker's message.
     """
     command = find_linker()
     if command is None:

@@ -186,8 +186,9 @@ class Operator:
         torch.library.register_fake(f"cute_kernels::{self.name}", self.together(meta), lib=_library)
 
     def together(self, meta: Callable[P, ResultT]) -> Callable[P, ResultT]:
-        """Returns ``meta`` with a check before it that all tensors are on one device. If only some tensors are on
-        "meta", torch calls only the fake function, and results on real devices would be uninitialised memory.
+        """Returns a function that first checks that all tensors are on one device, then calls ``meta``. If only some
+        tensors are on "meta", torch calls only the fake function, and results on real devices would be uninitialised
+        memory.
         """
 
         def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
@@ -208,7 +209,8 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 def is_direct(first: object, second: object, others: Iterable[object] = ()) -> bool:
     """Returns whether a call's kernels may be launched without an operator: in eager mode, on plain tensors on a GPU.
 
-    The first tensor decides the device. The second and the others may be None, or parameters.
+    The first argument must be a plain tensor; it decides the device. The others may also be None or
+    `torch.nn.Parameter`.
     """
     if not (type(first) is Tensor and type(second) in PLAIN and (first.is_cuda or GPU.takes_cpu)) or is_compiling():
         return False

@@ -34,9 +34,9 @@ For a contiguous tensor, True replaces the strides. That takes less time, and ig
 
 
 def key_function(call: type[tuple[Any, ...]], **parts: str) -> Callable[[Any], tuple[Hashable, ...]]:
-    """Makes the function that returns a call's key. ``call`` is the NamedTuple of its arguments, whose annotations
-    decide what the key contains of each field. The function is made as source code, since every call of a decoding step
-    waits for it.
+    """Makes the function that returns a call's key. ``call`` is the NamedTuple class of a call's arguments. A field's
+    annotation decides what the key contains of that field. The function is made as source code, since every call of a
+    decoding step waits for it.
 
     parts: source code, such as `COPIED`, for fields whose annotations do not decide; "" leaves a field out of the key.
     """

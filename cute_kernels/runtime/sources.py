@@ -66,8 +66,8 @@ class Reached(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether a file is newer than this process. Then the code in memory may be older than the files, and nothing
-        compiled here may be stored under their digest."""
+        """Whether a file was changed after this process started. The code in memory may then be older than the files,
+        so nothing compiled here may be stored under the files' digest."""
         return any(file.stat().st_mtime > _STARTED for file in self.files)
 
 
@@ -82,8 +82,8 @@ def question(spec: KernelSpec, reads: int = 0) -> tuple[str, str]:
     """Returns two digests that together decide what `reached` returns, without a search: the digest of all files that
     the search may read, and the digest of the names at which the search begins.
 
-    reads: 0 for the digest that this process computed first, before its first search; `definitions.reads()` for a
-    digest of the files as they are now.
+    reads: 0 for the files as they were before this process's first search (this digest is cached);
+    `definitions.reads()` for the files as they are now.
     """
     begins = [*(Root(kind.__module__, kind.__qualname__) for kind in _owners(spec)), *_values(spec)]
     files = [_state(package, reads) for package in sorted(_packages(root.module for root in begins))]
@@ -230,13 +230,14 @@ class _Walk:
         return self._numbers[key]
 
     def _is_live(self, file: Path, name: str) -> None:
-        """Notes that a class is live, so that entries of tables for it are followed from now on."""
+        """Notes that a class is live: values may be of this class. From now on, table entries for the class are
+        followed."""
         self._live.add((file, name))
         for table, entry in self._entries.pop((file, name), ()):
             self.note(table, name, self._number(entry))
 
     def _follow_entries(self, number: int, node: _Node) -> None:
-        """Follows the entries of a table whose key is a live class or no class. The remaining entries wait until their
+        """Follows those entries of a table whose key is a live class, or is no class. Each other entry waits until its
         class is live.
         """
         for key, value in node.definition.entries:

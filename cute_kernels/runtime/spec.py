@@ -174,8 +174,8 @@ def unclear_fields(config: type) -> tuple[str, ...]:
 
 
 def _is_unclear(declared: object) -> bool:
-    """Returns whether a field's type leaves its value's class open: an abstract class, also in a union, or a union of
-    dataclasses with the same fields."""
+    """Returns whether a field's type leaves the class of its value open. Such a type is an abstract class, a union with
+    an abstract class, or a union of dataclasses with the same fields."""
     options = typing.get_args(declared)
     kinds = [_told_by(each) for each in options if dataclasses.is_dataclass(each)]
     bound = declared.__bound__ if isinstance(declared, typing.TypeVar) else declared

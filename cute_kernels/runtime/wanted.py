@@ -115,8 +115,8 @@ def _rebuilt(wanted: Any, value: Any) -> Any:
 
 
 def _fits(wanted: Any, value: Any) -> bool:
-    """Returns whether a JSON value fits a type. A JSON object fits a dataclass with the same fields, if its constant
-    fields have the same values."""
+    """Returns whether a JSON value fits a type. A JSON object fits a dataclass if it has the dataclass's fields, and
+    has its values for the constant fields."""
     is_class = isinstance(wanted, type) and dataclasses.is_dataclass(wanted)
     if isinstance(value, dict):
         if not is_class or {field.name for field in dataclasses.fields(wanted)} != value.keys():
@@ -126,6 +126,6 @@ def _fits(wanted: Any, value: Any) -> bool:
 
 
 def _marks(wanted: Any) -> dict[str, Any]:
-    """Returns the constant fields of a dataclass with their values. They distinguish it from dataclasses with the same
-    fields."""
+    """Returns the constant fields of a dataclass with their values. They distinguish dataclasses whose fields have the
+    same names."""
     return {field.name: field.default for field in dataclasses.fields(wanted) if not field.init}

@@ -1,9 +1,9 @@
 """Compiles many kernels in parallel worker processes.
 
 The DSL's compiler is not thread-safe. So kernels are compiled in processes, which run `cute_kernels.runtime.worker`.
-They are not started by multiprocessing. So the caller's `__main__` does not run again, no GPU context is inherited, and
-a crash of the compiler loses one kernel, not the pool. A worker takes seconds to start, so after `keep` workers wait
-for the next call.
+multiprocessing does not start these processes. So the caller's `__main__` does not run again, no GPU context is
+inherited, and a crash of the compiler loses one kernel, not the pool. A worker takes seconds to start. So once `keep`
+was called, workers that are done wait for the next call.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _serve(
     results: queue.SimpleQueue[_Result],
     stop: threading.Event,
 ) -> None:
-    """Compiles tasks in a thread's one worker process, until there are no more. Replaces the process if it dies."""
+    """Runs in a thread: compiles tasks in one worker process, until there are no more tasks. Replaces the process if it
+    dies."""
     start = _Start.now()
     worker: _Worker | None = None
     try:

@@ -113,8 +113,8 @@ class Memory:
     a device.
 
     Attributes:
-        stream_words: the first size of a stream's buffer. slab_words: words set aside, per device, for captured
-            launches.
+        stream_words: the first size of a stream's buffer, in words of 4 bytes.
+        slab_words: number of words that are set aside on each device for captured launches.
     """
 
     is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
