@@ -220,8 +220,8 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> None:
-    """Makes captured graphs share workspaces. This is possible because SGLang replays its graphs one at a time; they
-    share a memory pool, too.
+    """Undoes `accelerate`: the model gets its own ``generate``, ``forward``, blocks and norms back. Quantised weights
+    and the attention implementation stay.
     """
     model = compiled_from(model)
     restore_blocks(model)
@@ -249,7 +249,7 @@ class _State:
         return owner_of(self.generate)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """Returns the state for a copy of the model. It has the own methods of the copy, and holds no memory of a
+        """Returns the state for a copy of the model. The new state has the copy's own methods, and holds no memory of a
         cache.
         """
         memo[id(self)] = copied = object.__new__(_State)
@@ -346,8 +346,8 @@ def _asked(model: Foreign, options: Mapping[str, Any], name: str) -> Any:
 
 
 def _sizes(model: Foreign, args: Sequence[object], options: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns (requests, columns) that a call of `generate` is expected to reach. If it needs more columns, the cache
-    grows."""
+    """Returns (requests, columns) that a call of `generate` is expected to reach. If the call needs more columns, the
+    cache grows."""
 
     def asked(name: str, default: int) -> int:
         return _asked(model, options, name) or default
@@ -420,8 +420,8 @@ def _head_dims(config: Foreign) -> set[int]:
 
 
 def _checked_latents(model: nn.Module, kv_format: object) -> bool:
-    """Returns whether a model caches latents in this format. Raises ValueError for another format, or for unsupported
-    latents."""
+    """Returns whether a model caches latents. Raises ValueError if ``kv_format`` is no format for what the model
+    caches, or if `mla_decode` does not support the model's latents."""
     name = type(model).__name__
     found = [module for module in model.modules() if caches_latents(module)]
     wants_latents = isinstance(kv_format, str) and kv_format in LATENT_FORMATS

@@ -4,12 +4,12 @@ Between two steps `generate` waits for the device, then makes the next step's in
 idle. In greedy decoding the device knows these inputs: the likeliest token, and the next position. So the next step
 begins at once, on a stream of its own.
 
-When `generate` asks for the step, its inputs are compared with those that were used. If they are equal, the step's
-outputs are returned. Otherwise the begun step is called back: its token is subtracted from the lengths, and the
-requested step overwrites its row.
+When `generate` asks for the step, the inputs that it gives are compared with the inputs that the begun step used. If
+they are equal, the begun step's outputs are returned. Otherwise the begun step is called back: its token is subtracted
+from the lengths, and the requested step overwrites its row.
 
-It takes the host one graph replay. A step that is recorded for greedy calls first copies its inputs to the host. At its
-end it writes the next step's inputs to the tensors from which the next step reads them.
+To begin a step early, the host only replays a graph. A step that is recorded for greedy calls first copies its inputs
+to the host. At its end it writes the next step's inputs to the tensors from which the next step reads them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from cute_kernels.integrations.transformers.inputs import StepInputs
 _COUNTED = ("position_ids", "cache_position")
 """Inputs that grow by one from a step to the next."""
 _ALLOWED_MISSES, _STEPS_A_MISS = 1, 8
-"""Steps begin early as long as `_ALLOWED_MISSES` steps at most were called back. Every `_STEPS_A_MISS` steps that were
-taken allow one more."""
+"""Steps begin early while at most `_ALLOWED_MISSES` early steps were called back, plus one for every `_STEPS_A_MISS`
+early steps that were used."""
 
 
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -184,10 +184,11 @@ class Lookahead:
         return True
 
     def place(self, following: NextInputs) -> None:
-        """Sets the requests that have fixed tokens in ``following``, the end of a step that is about to be replayed.
+        """Sets ``last`` of ``following``, the end of a step that is about to be replayed: the fixed token of each
+        request that has ended.
 
-        `generate` gives a request that has ended a fixed token, not the model's. A request has ended if its given token
-        differs from the token with which the last early step began.
+        To a request that has ended `generate` gives a fixed token instead of the model's. A request counts as ended if
+        the token that `generate` gave differs from the token with which the last early step began.
         """
         missed, self._missed = self._missed, None
         if self._next is not following:

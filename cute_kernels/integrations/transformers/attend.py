@@ -10,10 +10,10 @@
 | a handle of latents | up to 16 queries; padding | `mla_decode` |
 | | anything else | as tensors, of latents expanded |
 
-A first turn is a call whose request has no tokens in the cache yet. Without mask, soft cap and sinks it takes SDPA.
-With `extend_attention`, it attends to the exact keys and values that it has just computed. A later turn attends to the
-packed rows, which include its own new tokens. Padding is removed first: queries and keys are only tokens, one request
-after the other.
+In a first turn the cache has no tokens yet. A first turn without mask, soft cap and sinks takes SDPA. In
+`extend_attention` a first turn attends to the exact keys and values that it has just computed. A later turn attends to
+the packed rows, which include its own new tokens. For `extend_attention` padding is removed first: queries and keys are
+only tokens, one request after the other.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _asked(
 
 
 def _is_first_turn(tokens: CachedTokens) -> bool:
-    """Returns whether a call attends to exact keys and values: it has several new tokens, and no older ones are
-    cached."""
+    """Returns whether a call is a first turn: it has several new columns, and the cache has no older ones. Such a call
+    attends to exact keys and values."""
     return tokens.new == tokens.columns.count and tokens.new > 1
 
 
@@ -168,7 +168,7 @@ def _extends(tokens: CachedTokens, mask: torch.Tensor | None, asked: dict[str, A
 
 
 _IMPOSSIBLE = torch.empty(0)
-"""Stands for a bias that no kernel takes: one over columns, while the cache holds tokens only."""
+"""Stands for a bias that no kernel supports: it has a value for each column, but the cache has no rows for padding."""
 
 
 def _bias(bias: torch.Tensor | None, mask: torch.Tensor | None, columns: Columns) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """The choice of a format for each layer of a model's cache, within a budget of bytes.
 
 Windows of text are read once with exact K and V. Their last tokens are then read again with the cache of one layer in
-one format. The KL divergence of the next token is the layer's loss in this format. Losses of layers nearly add up, so a
-knapsack over them finds the formats. The chosen mix is measured once more, and compared with each format in all layers.
+one format. The KL divergence between both predictions of the next token is the layer's loss in this format. Losses of
+layers nearly add up, so a knapsack over the losses finds the formats. The chosen mix is measured once more, and
+compared with each format in all layers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Read:
 
 
 class _ReadLayer(DynamicLayer):
-    """A cache layer of transformers whose K and V are what ``read`` returns for the exact ones. Model layers that share
+    """A cache layer of transformers that returns ``read(K, V)`` instead of the exact K and V. Model layers that share
     the cache get the same K and V.
     """
 
@@ -134,7 +135,8 @@ class Probes:
 
     @torch.no_grad()
     def _again(self, probe: _Probe, reads: Mapping[int, _Read | None]) -> torch.Tensor:
-        """Computes the log probabilities of ``probe.exact`` again, with some layers' caches read in other formats."""
+        """Computes the log probabilities at the positions of ``probe.exact`` again. reads: the layers whose caches are
+        read in other formats."""
         for layer, own in enumerate(cast("list[_ReadLayer]", probe.cache.layers)):
             own.read = reads.get(layer)
         with attending(self._model, attention):
@@ -282,8 +284,8 @@ def choose_formats(
 
 
 def least_loss(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], most: int) -> tuple[int, ...]:
-    """Returns the index of a candidate for each layer. The sum of losses is the smallest for which the sum of sizes is
-    at most ``most``.
+    """Returns the index of a candidate for each layer: the choice with the smallest sum of losses among those whose
+    sizes add up to at most ``most``.
 
     Raises ValueError if even the smallest candidates exceed ``most``.
 

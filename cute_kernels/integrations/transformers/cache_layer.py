@@ -32,7 +32,7 @@ class Prologue:
     Attributes:
         options: arguments with which `append_and_decode` performs the operations.
         rotate: a function that performs the operations on q and k [batch, heads, columns, head_dim] by the model's own
-            operators, for calls that other functions compute.
+            operators, for calls that `append_and_decode` does not compute.
     """
 
     options: dict[str, Any]
@@ -70,7 +70,8 @@ class CachedTokens:
     def to(self, device: torch.device) -> CachedTokens:
         """Returns the handle itself. Raises ValueError for a device other than the layer's.
 
-        Layers that read another layer's keys move them to their own device; here all layers are on one device.
+        A transformers layer that reads another layer's keys calls this to move the keys to its own device; here all
+        layers are on one device.
         """
         if device != self.new_k.device:
             raise ValueError(f"device: got {device}, want the cache's {self.new_k.device}: a model on one device")
@@ -82,8 +83,8 @@ class CachedTokens:
         return self.new_k.shape[2]
 
     def settle(self, padding: object) -> None:
-        """Calls `Columns.settle` for this handle's pass. If the mask of the pass hides tokens, drops their rows from
-        the layer.
+        """Passes the padding of this pass's mask to `Columns.settle`. If the mask hides older tokens, drops their rows
+        from the layer.
         """
         try:
             self.columns.settle(padding)
@@ -96,7 +97,7 @@ class CachedTokens:
 
     def rotated(self, query: torch.Tensor) -> torch.Tensor:
         """Applies the prologue, if there is one, to the queries and to the handle's new keys, and returns the queries.
-        It is for calls that `attend` does not compute; the kernel of `attend` applies the prologue itself.
+        Call it if `attend` does not compute the call; the kernel of `attend` applies the prologue itself.
         """
         if self.prologue is not None:
             query, self.new_k = self.prologue.rotate(query, self.new_k)
@@ -117,8 +118,8 @@ class CachedTokens:
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attends to all tokens, and appends the new ones first if they are not appended yet.
 
-        query: [batch, num_q_heads, new columns, head_dim] with at most 16 columns, all tokens. Returns [batch, new
-        columns, num_q_heads, head_dim].
+        query: [batch, num_q_heads, new columns, head_dim]; `can_attend` must hold: at most 16 new columns, none of them
+        padding. Returns [batch, new columns, num_q_heads, head_dim].
         """
         lens, operands = self.columns.seq_lens, self.layer.operands()
         k_cache, v_cache = operands.pop("k_cache"), operands.pop("v_cache")
@@ -350,8 +351,8 @@ class DecodeCacheLayer(CacheLayerMixin):
 
 @dataclass(eq=False)
 class Book:
-    """The state that a cache's layers share. It refers to no layer or cache, so that these are freed once nobody uses
-    them."""
+    """The state that a cache's layers share. It refers to no layer or cache, so that a layer or cache is freed once it
+    is no longer used."""
 
     kv_format: object
     max_seq_len: int | None

@@ -25,8 +25,8 @@ layer."""
 
 
 def formats_of_layer(kv_format: object, index: int) -> tuple[Any, Any]:
-    """Returns a layer's (K's, V's) formats. Raises ValueError if a dict has none for it. A format of latents is
-    returned twice."""
+    """Returns a layer's formats (K's, V's). Raises ValueError if ``kv_format`` is a dict without a format for the
+    layer. A format of latents is returned twice."""
     if isinstance(kv_format, str) and kv_format in LATENT_FORMATS:
         return kv_format, kv_format
     return kv.formats_of_layer(kv_format, index)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 UNKNOWN = object()
-"""Stands for unknown padding: the mask says what is seen, but not which columns are tokens. All then count as
+"""Stands for unknown padding: the mask says what is seen, but not which columns are tokens. All columns then count as
 tokens."""
 GRANULE = 256
 """A cache's capacity grows to a multiple of this many tokens."""
@@ -92,8 +92,8 @@ class Columns:
         return self._tokens is None
 
     def is_told(self, padding: torch.Tensor | None) -> bool:
-        """Returns whether the cache knows this padding; None stands for no padding. Otherwise only the layer's mask
-        says which columns are visible.
+        """Returns whether the cache has recorded this padding; None stands for no padding. If it has not, only the
+        layer's mask says which columns are visible.
         """
         return padding is None or self._padding_was_given
 
@@ -270,7 +270,8 @@ class Columns:
         self._before = None
 
     def select(self, requests: torch.Tensor) -> None:
-        """Gives request b the state of request requests[b]. Lengths keep their address if the batch size stays."""
+        """Gives request b the state of request requests[b]. ``seq_lens`` keeps its address if the batch size does not
+        change."""
         self.call_back()
         with torch.inference_mode(False):
             chosen = self.seq_lens.index_select(0, requests)

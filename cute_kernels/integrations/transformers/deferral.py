@@ -1,13 +1,15 @@
-"""Two ways to save launches in a layer: norms between its products without a launch of their own
-(`cute_kernels.quantized_linear_norm`), and one launch for all its products (`cute_kernels.quantized_layer`).
+"""Two ways to save launches in a layer. A norm between two products needs no launch of its own
+(`cute_kernels.quantized_linear_norm`). Or one launch computes all products of the layer
+(`cute_kernels.quantized_layer`).
 
 A layer is a list of products with norms between them:
 
     norm -> q, k, v -> attention -> o + sum, norm -> gate, up -> down + sum, the next layer's norm -> ...
 
-A block gets the sum and norm that follow its last product (`Sum`). If both kernels support it, the block returns
-`NormedRows`, which the next block's first product reads. Each block also takes tensors, and can compute the norm of
-`NormedRows` itself. So a block that cannot use a deferred norm takes only one more launch.
+A block gets the sum and norm that follow its last product (`Sum`). If the kernels of this product and of the next
+block's first product support it, the block returns `NormedRows`, which the next product reads. A block's input may also
+be a tensor, and a block can compute the norm of `NormedRows` itself. So a block that cannot use a deferred norm takes
+only one more launch.
 
 If one launch computes all products from one attention to the next, attention gets all of them (`Ending`). It returns
 `LayerRows`, and the next attention finds its queries, keys and values computed (`Projected`).
@@ -109,9 +111,11 @@ class Sum(NamedTuple):
     taker: Product
 
     def takes(self, x: torch.Tensor, product: Product) -> bool:
-        """Returns whether the norm after a product of x can be deferred.
+        """Returns whether the norm of this sum can be deferred to ``taker``, if ``product`` of x makes the block's
+        results.
 
-        Either the next product's kernel applies it, or one launch norms, scales and permutes that product's inputs.
+        The kernel of ``taker`` then applies the norm. If ``taker`` scales or permutes its inputs, one launch before it
+        norms, scales and permutes them.
         """
         weight, _, _ = terms_of(self.norm)
         if not (product.may_defer() and self.taker.may_defer()) or x.dim() == 0 or not x.numel():

@@ -60,7 +60,8 @@ def add_routers(model: nn.Module, fused: Fused) -> None:
 def fuse(model: nn.Module, kv_format: FormatOfLayers | None, scales: Scales | None) -> Fused:
     """Makes known blocks of a model run in fewer launches, if they pass their check.
 
-    Norms must be replaced and weights quantised before. kv_format: the cache's format; None leaves attention as it is.
+    It must be called after norms were replaced and weights were quantised. kv_format: the cache's format; None leaves
+    attention as it is.
     """
     fused = Fused()
     for owner in model.modules():
@@ -78,8 +79,8 @@ def restore_blocks(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Stack:
-    """The fusion of the decoder layers of ``owner``, a part of a model that `patterns` knows. Results are counted in
-    ``fused``."""
+    """Fuses the decoder layers of ``owner``, a module of the model that matches `patterns.MODELS`. Counts installed
+    blocks in ``fused``."""
 
     owner: Foreign
     kv_format: FormatOfLayers | None
@@ -148,8 +149,8 @@ class _Stack:
         return noise.to(weight.device, weight.dtype)
 
     def _passes(self, attention: Foreign, run: Callable[..., Any]) -> list[torch.Tensor]:
-        """Returns the results of a layer, or of its attention, for a prompt of `CHECKED_TOKENS` tokens and for a step
-        of one token after it.
+        """Returns the results of ``run``, a layer or its attention, for a prompt of `CHECKED_TOKENS` tokens and for a
+        decode step after the prompt.
 
         There are two requests: one at the first positions, the other at the last positions of the model.
         """

@@ -125,8 +125,8 @@ class _Replayed:
 
 
 _THREAD = threading.local()
-"""``calls``: by a `StepReplay`'s id, the call of `generate` that the thread is in. It is per thread, since two threads
-may share a model."""
+"""``calls`` maps a `StepReplay`'s id to the call of `generate` that the thread is in. Each thread has its own, since
+two threads may share a model."""
 
 
 class StepReplay:
@@ -160,8 +160,8 @@ class StepReplay:
 
     @contextmanager
     def within_generate(self, cache: object = None, columns: int = 0) -> Iterator[None]:
-        """Checks once for a call of `generate`, not at every step, that the model and the mask's older columns are
-        unchanged.
+        """Marks a call of `generate` in this thread. Whether the model and the mask's older columns are unchanged is
+        then checked once, not at every step.
 
         Comparing the mask waits for the device. `generate` changes neither the model nor older columns; it appends a
         column of ones at every step.
@@ -190,7 +190,8 @@ class StepReplay:
         return vars(_THREAD).get("calls", {}).get(id(self))
 
     def _look_at_model(self) -> None:
-        """Starts a new epoch, which ends recordings, if the model has changed: a weight, a layer or a hook."""
+        """If a weight, layer or hook of the model has changed, starts a new epoch. Steps recorded in earlier epochs are
+        not replayed."""
         found = state_of(owner_of(self.forward))
         if found != self._state:
             self._state, self._epoch = found, object()
@@ -256,7 +257,8 @@ class StepReplay:
     ) -> Step | None:
         """Records a step, and returns it. Returns None if it cannot be recorded.
 
-        foresees: whether the step copies its inputs to the host and writes the next step's inputs.
+        foresees: whether the step also copies its inputs to the host and writes the next step's inputs, as steps that
+        begin early need.
         """
         columns.call_back()
         inputs = StepInputs(tensors)

@@ -14,7 +14,7 @@ class StepInputs:
     """The tensors from which a recorded step reads its inputs; inputs of one dtype share one tensor.
 
     Inputs are compared on the host, since a kernel that compares them would wait until the running step leaves SMs
-    free. The code makes few torch calls, since they are most of the host's work. Within `generate` a torch call takes
+    free. The code makes few torch calls, since torch calls are most of the host's work: within `generate` one takes
     three times as long as in a loop.
 
     Args:

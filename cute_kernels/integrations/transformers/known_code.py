@@ -64,8 +64,8 @@ def layers_without_keys(config: Foreign) -> str:
 def computes_attention(kind: type) -> bool:
     """Returns whether a class computes attention by its own operators and ignores ``attn_implementation``.
 
-    Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. A model
-    may have both kinds of classes: GIT's image encoder calls transformers' functions, its text layers do not. The
+    Such a class takes ``attention_mask``, calls a softmax, and does not call transformers' attention functions. One
+    model may have classes of both kinds: GIT's image encoder calls transformers' functions, its text layers do not. The
     result may be True for a class that is no attention.
     """
     if issubclass(kind, PreTrainedModel) or "attention_mask" not in _parameters(_method(kind, "forward")):

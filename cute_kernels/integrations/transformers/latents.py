@@ -2,8 +2,8 @@
 
 For each token such a model caches a latent of 512 numbers and a rotated key of 64. Before it attends, it expands the
 latents to keys and values of all heads (``expand_kv``). A decode step needs no expansion ("absorption"): queries are
-multiplied by the keys' projection, and the result by the values' projection. All other passes expand, as the model
-does.
+multiplied by the keys' projection before attention, and attention's output by the values' projection. All other passes
+expand the latents, as the model does.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Expansion:
     """A function that replaces the ``expand_kv`` of an attention module. It passes packed latents on without expanding
     them.
 
-    If the projection is quantised, it keeps the weight unpacked to 16 bits, and unpacks it again if the layer has
-    changed.
+    If the projection is quantised, the function keeps a copy of its weight in 16 bits, and renews the copy if the layer
+    has changed.
     """
 
     def __init__(self, module: Any) -> None:

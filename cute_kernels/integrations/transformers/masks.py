@@ -73,7 +73,8 @@ def make_mask(*args: Any, **options: Any) -> torch.Tensor | None:
     `pattern_of` reads. There are three exceptions:
 
     - SDPA needs no mask, as ``is_causal`` of the attention module says which keys a query sees: returns None.
-    - A layer of the model reads masks as eager attention does: returns the additive mask, never None.
+    - A layer of the model adds masks to its own scores, as eager attention does, or changes them: returns the additive
+      mask, never None.
     - The step is being recorded: returns the mask of `_mask_of_recorded_step`.
     """
     if (columns := recorded_columns()) is not None:
@@ -117,7 +118,7 @@ def _asking_module() -> torch.nn.Module | None:
 
 
 def _denies_being_causal(asking: torch.nn.Module | None, config: type) -> bool:
-    """Returns whether ``is_causal`` is False in all parts of a module that have this attribute, as in some decoders.
+    """Returns whether all parts of a module that have an attribute ``is_causal`` have False there, as in some decoders.
 
     Without a mask such a module would see all keys. For an unknown module the result is True if a model class of its
     configuration does not support SDPA.

@@ -166,7 +166,8 @@ class PartOfPair(QuantizedLinear):
     """A gate projection, an up projection, or both, whose rows are part of an interleaved layer (the pair).
 
     The module behaves as the layer that it replaces, in state dicts and calls. Its tensors are made at each read.
-    `forward` takes longer, since it computes the whole pair. Loading needs `separate` first.
+    `forward` takes longer, since it computes the whole pair. Weights cannot be loaded into it, but into the layer that
+    `separate` makes.
 
     Args:
         pair: as `interleave` makes it.

@@ -92,7 +92,7 @@ class Projected(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A deferred norm, which the next product applies. parts: the parts of the norm that the launch of the sum stored,
+    """A deferred norm, which the next product applies. parts: the parts of the norm that the sum's launch has computed,
     or None.
     """
 
@@ -104,7 +104,7 @@ _Noted: TypeAlias = "torch.Tensor | _Left | _Product"
 
 @dataclass(frozen=True)
 class _Made:
-    """A note on the tensor of a sum. It has what the launch of the sum computed in addition.
+    """A note on the tensor of a sum: a further result that is already computed.
 
     Attributes:
         result: the sum's norm by ``module``, the parts of a deferred norm, or a product of the norm.
@@ -171,8 +171,9 @@ def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, resu
 
 
 def deferred_norm_of(total: torch.Tensor, module: Foreign) -> NormedRows | Projected | None:
-    """Returns a sum with its deferred norm by ``module``, as the sum's note says. If the note has the product of that
-    norm and a weight, returns a `Projected`. Returns None without a note, or if the sum was written after it was noted.
+    """Returns ``total`` with its deferred norm by ``module``, if a note on ``total`` says that this norm was deferred.
+    If the note has the product of that norm and a weight, returns a `Projected`. Returns None without such a note, or
+    if ``total`` was written after it was noted.
 
     `is_plain` must hold for ``module``.
     """

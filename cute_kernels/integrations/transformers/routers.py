@@ -27,7 +27,7 @@ class KnownRouter(Known):
     Attributes:
         scoring: as in `Routing`.
         renormalize: the attribute that says whether weights are divided by their sum; None: they always are.
-        scale: the attribute with the factor of the weights.
+        scale: the attribute with the number by which weights are multiplied.
         groups: the attributes with the number of groups and the number of groups that are kept.
         correction: the name of the buffer that is added to scores.
         function: the attribute with the scoring module, if the model's configuration chooses it.
