@@ -203,8 +203,8 @@ def check_all_positive(name: str, values: torch.Tensor) -> None:
 
 
 def check_optional_positive(name: str, value: object, most: float = 2.0**126) -> None:
-    """Raises TypeError or ValueError unless ``value`` is None or a number from 2**-126 to ``most``. Such numbers stay
-    positive and finite in fp32, which kernels take.
+    """Raises TypeError or ValueError unless ``value`` is None or a number from 2**-126 to ``most``. Kernels take fp32,
+    in which such numbers stay positive and finite.
 
     softmax_scale must be positive. Kernels mask scores with -inf before they scale them, and -inf times zero or a
     negative number is no mask.

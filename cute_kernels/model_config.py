@@ -49,8 +49,8 @@ def record_layers(model: Any) -> str | None:
     """Puts the result of `describe_layers` into a transformers model's configuration. Returns None, or the reason why
     it did not.
 
-    A model without such a configuration is left alone, as its state dict is enough. A quantised output layer is no
-    longer tied to the embedding. If nothing else is tied, `tie_word_embeddings` becomes False.
+    A model without a transformers configuration is not changed, as its state dict is enough. A quantised output layer
+    is no longer tied to the embedding. If nothing else is tied, `tie_word_embeddings` becomes False.
     """
     config: Any = getattr(model, "config", None)
     if not (hasattr(config, "to_dict") and hasattr(config, "save_pretrained")):
@@ -122,8 +122,8 @@ def _form(
     owner: QuantizedLinear | OfExperts,
     names: tuple[str, ...],
 ) -> tuple[tuple[str, Any], ...]:
-    """Returns the form of a layer as items. owner: the module that multiplies with the layer's weight. names: names of
-    optional tensors."""
+    """Returns the form of a layer as pairs (key, value). owner: the module that multiplies with the layer's weight.
+    names: names of optional tensors."""
     form, there = layer.weight_format, tuple(name for name in names if getattr(layer, name, None) is not None)
     dtype = str(form.activation_dtype(layer.scales.dtype)).removeprefix("torch.")
     found = {"dtype": dtype, "tensors": there, "batch_invariant": bool(owner.batch_invariant)}

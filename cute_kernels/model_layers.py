@@ -93,7 +93,7 @@ def is_dense(module: nn.Module) -> bool:
 
 def swap(model: nn.Module, name: str, swapped: nn.Module, layer: nn.Module) -> None:
     """Puts a layer into a model in place of the module ``swapped``, which has the qualified name ``name``. The layer
-    takes the module's forward hooks. The hooks' handles still remove them."""
+    takes over the module's forward hooks; the hooks' handles still remove the hooks."""
     for hooks in FORWARD_HOOKS:
         setattr(layer, hooks, getattr(swapped, hooks))
     parent, _, own = name.rpartition(".")
@@ -133,8 +133,8 @@ def _tensors_reason(module: nn.Module) -> str | None:
 
 
 def hooks_reason(module: nn.Module, inner: nn.Module | None = None) -> str | None:
-    """Returns why a module's hooks cannot be kept, or None. inner: a part of the module that is dropped with its
-    hooks."""
+    """Returns why a module's hooks cannot be kept; None if they can. inner: a submodule that a swap of the module
+    drops, hooks included."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (accelerate's hooks do so)"
     lost = [name for name in _OTHER_HOOKS if getattr(module, name, None)]

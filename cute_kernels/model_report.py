@@ -56,8 +56,8 @@ class QuantizationReport:
 
     @property
     def warning(self) -> str | None:
-        """A warning for the user if no layer was quantised, or if more bytes were missed than quantised; else None.
-        Layers with ``counts`` were missed if they were not quantised."""
+        """A warning for the user if no layer was quantised, or if more bytes were missed than quantised; else None. The
+        missed layers are those with ``counts`` that were not quantised."""
         missed = [layer for layer in self.left if layer.counts]
         done, open_ = (sum(layer.nbytes for layer in layers) for layers in (self.quantized, missed))
         if self.quantized and done >= open_:

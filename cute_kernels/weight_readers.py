@@ -20,7 +20,8 @@ from torch import nn
 
 _NOT_NUMBERS = {"dtype", "device", "shape", "ndim", "is_cuda", "requires_grad"}
 _SETTING_UP = ("__init__", "init", "_init", "reset_parameters", "tie_weights", "_tie_weights", "initialize")
-"""The names, or beginnings of names, of methods that make or tie weights; their readings do not count."""
+"""The names, or beginnings of names, of methods that make or tie weights. Weights that these methods read do not
+count."""
 _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Gt: operator.gt,
     ast.Lt: operator.lt,
@@ -35,7 +36,7 @@ class _Reading:
     """One place in the code that reads a layer's weight.
 
     Attributes:
-        path: the layer's name, relative to self if ``of_self``, else the last parts of the name.
+        path: if ``of_self``, the layer's name relative to self; otherwise only the last parts of the layer's name.
         of_self: whether the code reads the layer from ``self``.
         method: the name of the method that has the code.
         guards: (test, wanted result) of each `if` around the code.

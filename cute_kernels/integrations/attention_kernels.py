@@ -33,7 +33,7 @@ BATCHES = (*range(1, 65), *range(72, 4097, 8))
 """Batch sizes of decode steps for which kernels are looked up. A batch size in between uses the same kernels as a
 neighbour."""
 PART_BATCHES = (1, *range(8, 257, 8))
-"""Batch sizes, as in `BATCHES`, of requests that continue a prompt by few tokens."""
+"""Batch sizes for which kernels are looked up in steps whose requests continue a prompt by few tokens."""
 
 
 def batches_up_to(most: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ def can_extend(formats: Formats, head_size: int) -> bool:
 
 
 def is_unpacked(formats: Formats, head_size: int) -> bool:
-    """Returns whether extend attention with many queries reads K and V in 16 bits: they have 16 bits in the cache, or
+    """Returns whether extend attention with many queries reads K and V in 16 bits: the cache stores them in 16 bits, or
     another kernel unpacks them first.
     """
     config = _extend_config(formats, head_size, "fp16", 16, PLAIN)

@@ -118,7 +118,7 @@ def float_form(names: Names, tensors: dict[str, torch.Tensor], dtype: torch.dtyp
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer's weight. zeros and perm are None if its form has none."""
+    """The tensors of a layer's weight. zeros and perm are None if the weight's form has none."""
 
     codes: torch.Tensor
     scales: torch.Tensor

@@ -47,7 +47,8 @@ from layouts.weights import hopper
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
 _FORMAT = "format"
 _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype_plan")
-"""Attributes in which a model names modules that transformers loads in fp32. 5.0.0 reads the last, 5.17 the others."""
+"""Attributes in which a model names modules that transformers loads in fp32. Release 5.0.0 reads the last attribute,
+5.17 the other two."""
 
 
 class CuteKernelsConfig(QuantizationConfigMixin):

@@ -37,8 +37,8 @@ from cute_kernels.runtime.workspace import COUNTERS, POOL
 
 T = TypeVar("T")
 GRID = ((256, 16), (512, 32), (1024, 128), (4096, 512), (1 << 20, 2048))
-"""(last, step) of each range of row counts beyond the captured ones: kernels are made ready for every ``step`` rows up
-to ``last``.
+"""The row counts, beyond the captured ones, for which kernels are made ready. An item (last, step) stands for every
+``step``-th count from the previous item's end up to ``last``.
 
 For a row count in between, a product uses one of these kernels (`cute_kernels.gemm.served`).
 """

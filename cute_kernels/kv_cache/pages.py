@@ -17,10 +17,10 @@ SeqId = Hashable
 
 
 class OutOfPagesError(RuntimeError):
-    """The error of a request for more pages than are free. The request has changed nothing.
+    """A call needs more pages than are free. The call has changed nothing.
 
     Attributes:
-        needed: number of pages that the request would have taken.
+        needed: number of pages that the call needs.
         free: number of pages that were free.
     """
 

@@ -65,8 +65,8 @@ def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two int64 [tokens]: each token's request, and the number of tokens from the token to the end of the
-    request, the token included.
+    """Returns two int64 tensors [tokens]: each token's request, and the number of tokens from the token to the end of
+    the request, the token included.
 
     Tokens outside ``cu_seqlens`` have request -1.
     """
@@ -81,8 +81,8 @@ def requests_of(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def places(call: AppendCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns three int64 [tokens]: each token's position for RoPE, its page, and its row of the page. The page is -1
-    for a token that is not written.
+    """Returns three int64 tensors [tokens]: each token's position for RoPE, its page, and its row within the page. The
+    page is -1 for a token that is not written.
 
     A token is not written if its slot, position or page is negative, or outside the cache or the block table. A
     contiguous cache has one page per request.

@@ -299,7 +299,8 @@ def _all_of(module: Module, strong: bool) -> Iterator[_Node]:
 
 @functools.lru_cache(maxsize=65536)
 def _links(module: str, name: str, strong: bool, packages: frozenset[str]) -> tuple[_Node | str, ...]:
-    """Returns the targets of a dotted name in a module. It is cached, as all kernels of a family share most names."""
+    """Returns the targets of a dotted name in a module. The result is cached, as all kernels of a family share most
+    names."""
     return () if (found := _found(module)) is None else tuple(_targets(found, name, strong, packages))
 
 

@@ -1,7 +1,7 @@
 """The activation format that a checkpoint declares for a layer, and whether the layer's products use it.
 
-FP8 products support E4M3 with scales that are no finer than those of the products. For other declarations, products
-stay in 16 bits, and the model's report says why. A caller may ask for FP8 or 16 bits instead.
+FP8 products support activations in E4M3 whose scales are no finer than the products' own scales. For other
+declarations, products stay in 16 bits, and the model's report says why. A caller may ask for FP8 or 16 bits instead.
 """
 
 from __future__ import annotations

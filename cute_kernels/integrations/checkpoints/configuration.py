@@ -89,10 +89,10 @@ def _all_configs(settings: object, prefix: str) -> Iterator[tuple[str, Config]]:
 def config_of(config: Config, name: str) -> dict[str, Any]:
     """Returns the configuration of a layer: the common settings, overridden by those of patterns that match its name.
 
-    Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The result
-    has the layer's settings in "config_groups" under the key "group". ModelOpt's "quantized_layers" names stacked
-    experts as one layer. ModelOpt's own "config_groups" are ignored: they have fewer settings, and call dynamic
-    activations static.
+    Patterns are GPTQModel's "dynamic", AutoRound's "extra_config" and compressed-tensors' "config_groups". The layer's
+    group in "config_groups" becomes the result's entry "group". An entry of ModelOpt's "quantized_layers" holds for all
+    layers below its name, since stacked experts have one entry. ModelOpt's own "config_groups" are ignored: they have
+    fewer settings, and call dynamic activations static.
 
     Raises:
         TypeError, ValueError: a pattern is malformed, or no group has the layer.
@@ -109,7 +109,7 @@ def config_of(config: Config, name: str) -> dict[str, Any]:
 
 
 def block_in(said: object) -> tuple[int, int]:
-    """Returns (rows, inputs) of a block of weights that share a scale. (.., 0) means that there are no blocks. said:
+    """Returns (rows, inputs) of a block of weights that share a scale. ``inputs`` is 0 if there are no blocks. said:
     the entry of the configuration, such as [128, 128], "128x128", or 32 for 32 inputs of one row.
     """
     rows, inputs = [1, 0, *map(int, re.findall(r"-?\d+", str(said)))][-2:]

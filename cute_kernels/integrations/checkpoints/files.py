@@ -85,11 +85,12 @@ def load_quantized_linears(
     """Swaps a checkpoint's quantised layers for `QuantizedLinear` and `QuantizedRoutedExperts`, all or none of them.
 
     The model's layers may be on the meta device. Tensors that the checkpoint does not quantise are not loaded. A layer
-    that the model uses several times is swapped everywhere, under any of its names in the checkpoint. Experts that a
-    checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format.
+    that the model uses under several names is swapped under all of them; the checkpoint may have any of these names.
+    Experts that a checkpoint stores one by one are stacked; all experts of a layer must be quantised in one format.
 
-    Forward hooks of layers are kept. A layer with other hooks, or with a forward of its own, is unpacked, since these
-    would be lost. Experts with other hooks or a forward of their own are refused.
+    Forward hooks of layers are kept. A layer with other hooks, or with a forward of its own, stays dense and gets
+    unpacked weights, since a swap would lose the hooks or the forward. Experts with other hooks or a forward of their
+    own are refused.
 
     Args:
         model: a module with an nn.Linear of each name and shape that `load_safetensors` yields. A transformers model
@@ -125,7 +126,7 @@ class Filling:
 
     Attributes:
         found: the layers that the model has a place for.
-        is_unused: a function that returns whether the model ignores the tensor of a name.
+        is_unused: a function from a tensor's name to whether the model ignores the tensor.
     """
 
     def __init__(self, model: nn.Module, entries: Mapping[str, Entry], found: Mapping[str, LayerFormat]) -> None:
@@ -204,8 +205,8 @@ class Filling:
             self._notes[target] = common(self._roundings[target]).set(made)
 
     def _swapped(self, name: str) -> Any:
-        """Returns the module that is replaced for the layer ``name``; several experts replace one module. If the
-        router's weights scale the experts' inputs, it is the block around the experts.
+        """Returns the module that the checkpoint's layer ``name`` replaces; all experts of a block replace one module.
+        If the router's weights scale the experts' inputs, that module is the block around the experts.
         """
         place = self.places[name].module
         known = self._known.get(place)
@@ -253,7 +254,7 @@ def left_in(model: nn.Module, unpacked: Container[str] = ()) -> tuple[ReportedLa
 
 
 def _unused(model: torch.nn.Module, keys: Iterable[str]) -> Callable[[str], bool]:
-    """Returns a function that returns whether the model ignores the tensor of a name.
+    """Returns a function from a tensor's name to whether the model ignores the tensor.
 
     A model ignores tensors that its class names, such as DeepSeek-V3's layers for multi-token prediction. A model
     without a head ignores the head's tensors.

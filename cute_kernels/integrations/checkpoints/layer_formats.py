@@ -400,8 +400,8 @@ def find_layers(entries: Mapping[str, Entry], config: Config) -> dict[str, Layer
 
 
 def _fitting(entries: Mapping[str, Entry], name: str, mark: str) -> list[LayerFormat]:
-    """Returns the formats of which a tensor is the mark. Formats that name the tensor's dtype win over formats for any
-    dtype.
+    """Returns the formats that the tensor ``mark`` of a layer indicates. Formats that name the tensor's dtype win over
+    formats for any dtype.
 
     A "weight" marks a format only together with its scales.
     """

@@ -35,8 +35,8 @@ class Place:
             to.
         role: `GATE`, `UP` or `DOWN` for an expert, "gate_up" or "down" for stacked experts, None for a Linear.
         expert: the index of the expert, or None.
-        packed: whether the layer stays packed. Weights of routers and weights that model code reads are unpacked. So
-            are those of layers whose forward or hooks a quantised layer cannot take over.
+        packed: whether the layer stays packed. Three kinds of layers are unpacked: routers, layers whose weight is read
+            by model code, and layers whose forward or hooks a quantised layer cannot take over.
     """
 
     module: str

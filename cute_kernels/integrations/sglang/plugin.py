@@ -1,7 +1,7 @@
 """SGLang's entry point: it hooks the wanted seams, and checks that the hooks took effect.
 
 SGLang applies hooks after the last plug-in has run. It logs errors of plug-ins and hooks, and goes on. So a seam is
-used only after a check that all of its hooks are in place: otherwise, Marlin could get packed weights.
+used only after a check that all of its hooks are in place. With only some of them, Marlin could get packed weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEAMS = (linear.SEAM, float_linear.SEAM, moe.SEAM, moe.GPT_OSS_SEAM, attention.S
 
 
 def register() -> None:
-    """Hooks every seam in the SGLang of this process. Another call hooks nothing again.
+    """Hooks every seam in the SGLang of this process. A second call adds no hooks.
 
     With an unsupported SGLang, or with CUTE_KERNELS_SGLANG=0, it only logs one line. It does not initialise CUDA: each
     layer checks the GPU that holds its weights.
@@ -58,7 +58,7 @@ def why_not_wanted() -> str | None:
 
 @functools.cache
 def _hook(seam: Seam, interface: versions.Interface) -> None:
-    """Registers all hooks of a seam, or none. Another call registers nothing: SGLang would run a hook within itself."""
+    """Registers all hooks of a seam, or none. A second call registers nothing, since SGLang would nest the hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = seam.hooks(interface)
@@ -75,7 +75,7 @@ def _hook(seam: Seam, interface: versions.Interface) -> None:
 def _then_look(
     apply_hooks: Callable[[], Any], seam: Seam, interface: versions.Interface, originals: Mapping[str, object]
 ) -> Callable[[], None]:
-    """Returns a function that applies hooks as SGLang's does, and then checks that the seam's hooks are in place."""
+    """Returns a function that calls SGLang's ``apply_hooks``, and then checks that the seam's hooks are in place."""
 
     @functools.wraps(apply_hooks)
     def applied() -> None:

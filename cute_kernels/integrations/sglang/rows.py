@@ -58,7 +58,8 @@ def saves_memory() -> bool:
 
 
 KV_FORMAT = "CUTE_KERNELS_SGLANG_KV_FORMAT"
-"""Environment variable with this package's cache format, or K's and V's, to use instead of SGLang's FP8."""
+"""Environment variable that names one of this package's cache formats, or one for K and one for V. It replaces SGLang's
+FP8 format."""
 
 
 def wanted_formats() -> Formats | None:

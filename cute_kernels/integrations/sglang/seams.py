@@ -83,8 +83,8 @@ class Layers:
 
     Attributes:
         what: the seam's name in log lines.
-        kinds: the kinds of layers. A kind's ``owner`` is a field of the interface, its ``product`` is the owner's
-            method that multiplies.
+        kinds: the kinds of layers. A kind's ``owner`` is the field of `Interface` with the owner's name, its
+            ``product`` is the name of the owner's method that multiplies.
         pack: a function from (kind, owner, layer) to (new tensors by the names of parameters, the value of
             :data:`SERVED`). If SGLang's own method has to load the layer, it raises an AttributeError, TypeError or
             ValueError that says why.

@@ -21,12 +21,14 @@ class Interface:
         compressed_tensors, gptq, awq: the owners of linear layers of these checkpoints.
         compressed_tensors_fp8, compressed_tensors_fp4, modelopt_fp4, modelopt_fp4_a16: owners of layers with
             floating codes.
-        compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: owners of expert layers. gpt_oss_block:
-        the class that makes gpt-oss's experts and their router. mla_backend: the class of the backend of latent
-        attention. attention_backends: functions that make attention backends, by name. attention_choices: the names
-        that the command line accepts. page_sizes: the function that returns the page size of a command line's backends.
-        pool_class: the method that chooses the class of a pool of K and V. slot_bytes: the method that returns the
-        bytes of a token.
+        compressed_tensors_experts, gptq_experts, awq_experts, mxfp4_experts: owners of expert layers.
+        gpt_oss_block: the class that makes gpt-oss's experts and their router.
+        mla_backend: the class of the backend of latent attention.
+        attention_backends: the table of functions that make attention backends, by name.
+        attention_choices: the names that the command line accepts.
+        page_sizes: the function that returns the page size of a command line's backends.
+        pool_class: the method that chooses the class of a pool of K and V.
+        slot_bytes: the method that returns the bytes of a token.
     """
 
     tested: str

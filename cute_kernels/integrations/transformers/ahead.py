@@ -152,7 +152,7 @@ class Lookahead:
     """The steps of one call of `generate` that begin early.
 
     Args:
-        limit: number of columns that the call will reach; no step begins after the last one.
+        limit: number of columns that the call will reach. No step begins early for a later column.
 
     Attributes:
         taken: number of steps that had begun when they were asked for.

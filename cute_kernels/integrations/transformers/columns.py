@@ -43,7 +43,8 @@ class Columns:
             the host do not change.
         before: int64 []: the number of columns before a recorded step, for models that read this number; see
             `place_before`.
-        graphs: recorded steps. The key has the step's arguments, and whether it writes the next step's inputs.
+        graphs: recorded steps by key, then by whether the step also writes the next step's inputs. A key has a step's
+            arguments.
         epoch: identifies the state of the model for which ``graphs`` were recorded.
         kept: int64 [batch, older columns]: if the pass hides tokens, the order of the rows, visible ones first; else
             None.

@@ -19,7 +19,8 @@ from cute_kernels.gemm.weight import TENSOR_NAMES, TILE_N
 
 _TENSORS = (*TENSOR_NAMES, "bias", "activation_scale")
 _SHARED = ("perm", "input_scale", "activation_scale")
-"""Tensors of a layer over its inputs; merged layers must have equal ones."""
+"""Tensors with an element for each input of a layer, or one for all; layers are merged only if these tensors are
+equal."""
 
 
 def merge(parts: Sequence[nn.Module]) -> nn.Module | None:

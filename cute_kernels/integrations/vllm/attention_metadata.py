@@ -260,9 +260,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Metadata:
         """Makes the metadata of a drafting step.
 
-        If a request's context is full, vLLM says that its length is 1, and gives it no slot. Decoding would write its
-        token to the first position of its context. So decode requests then become a piece, whose tokens are written
-        only to slots.
+        If a request's context is full, vLLM sets the request's length to 1, and gives its token no slot. Decoding would
+        write this token to the first position of the context. So decode requests then become a piece, whose tokens are
+        written only to slots.
         """
         metadata = super().build_for_drafting(common_attn_metadata, draft_index)
         bound = common_attn_metadata.seq_lens_cpu_upper_bound

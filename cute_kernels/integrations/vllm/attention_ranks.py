@@ -1,10 +1,11 @@
 """Attention of vLLM with a request's tokens split among GPUs (decode context parallelism, DCP).
 
-Every GPU has queries and new tokens of its own heads. Its cache has every n-th token of the heads that all GPUs read.
-Each cache's attention takes the queries of all GPUs; vLLM's own collectives merge the partial results.
+Each of n GPUs has the queries, and the new keys and values, of its own heads. Its cache has every n-th token of the KV
+heads that the n GPUs share. Each GPU attends over its cache with the queries of all n GPUs; vLLM's own collectives
+merge the partial results.
 
-A new token belongs to one cache, so decoding reads the caches after the append. Continued prompts read the older tokens
-from the caches. Every GPU has all of their new tokens, and FlashAttention computes attention among these.
+A new token belongs to one cache, so decoding reads the caches after the append. A continued prompt reads its older
+tokens from the caches. Every GPU has all new tokens of the prompt, and FlashAttention computes attention among them.
 """
 
 from __future__ import annotations

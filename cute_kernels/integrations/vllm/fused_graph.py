@@ -110,8 +110,8 @@ def _fuse_gate(product: fx.Node) -> bool:
 
 
 def _regions(product: fx.Node, columns: int) -> Iterator[list[fx.Node]]:
-    """Yields lists of operations, in order, that read nothing but a product's result. Only the result of the last
-    operation of a list is used by other operations. It has ``columns`` columns.
+    """Yields lists of operations, in order, that read nothing but a product's result. Operations outside a list use
+    only the result of its last operation. This result has ``columns`` columns.
     """
     inside: dict[fx.Node, None] = {product: None}
     node = product.next
@@ -391,7 +391,8 @@ def _only_product_of(node: fx.Node) -> fx.Node | None:
 
 
 def _unviewed(node: fx.Node) -> fx.Node:
-    """Returns the node at the beginning of a chain of shape-keeping views, each of which has a single reader."""
+    """Goes back from a node over views that keep the shape, as long as each node has a single reader. Returns the node
+    where this ends."""
     while node.target in VIEWS and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
         before = node.args[0]
         if len(node.users) > 1 or before.meta["val"].shape != node.meta["val"].shape:
@@ -430,7 +431,7 @@ def item(node: fx.Node, index: int, value: torch.Tensor) -> fx.Node:
 
 
 def _erase(nodes: list[fx.Node]) -> None:
-    """Removes ``nodes``, which nothing uses any more. They are in graph order. Nodes that only they used stay; vLLM
-    removes those later."""
+    """Removes ``nodes``, which nothing uses any more. They are in graph order. Nodes that only ``nodes`` used stay in
+    the graph; vLLM removes them later."""
     for node in reversed(nodes):
         node.graph.erase_node(node)

@@ -109,8 +109,8 @@ SOURCES = {
 
 
 IN_TURN = "swigluoai"
-"""vLLM's name of gpt-oss's activation. Its checkpoints have gate's and up's rows alternating; others have gate's rows
-first."""
+"""vLLM's name of gpt-oss's activation. In gpt-oss's checkpoints the rows of gate and up alternate; in others the rows
+of gate come first."""
 UNGATED = {"silu_no_mul": Silu(), "gelu_no_mul": Gelu(), "relu2_no_mul": Relu2()}
 """Activations of experts without a gate, such as Nemotron-H's, by vLLM's names."""
 ACTIVATIONS = ("silu", IN_TURN, "swigluoai_uninterleave", *UNGATED)

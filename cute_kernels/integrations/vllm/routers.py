@@ -91,16 +91,16 @@ class Router:
         return self.router.global_num_experts if self.gate is None else len(self.gate.weight)
 
     def _padding(self, tokens: int) -> torch.Tensor | None:
-        """Returns which rows are padding; None if vLLM does not say it, or only says it of another step's rows."""
+        """Returns which rows are padding; None if vLLM does not say it, or has the mask of a step with another number
+        of rows."""
         mask = getattr(sys.modules[type(self.router).__module__], PADDING, lambda tokens: None)(tokens)
         return mask if mask is not None and len(mask) == tokens else None
 
 
 def connect(layer: Foreign) -> None:
-    """Makes this package compute the gate and the router of a layer with this package's experts, or lets vLLM compute
-    both.
+    """Decides, for a layer with this package's experts, whether this package or vLLM computes the gate and the router.
 
-    A log line says which of the two was decided, and why. If the layer was connected before, this is decided again.
+    A log line has the decision and its reason. If the layer was connected before, the decision is made again.
     """
     runner = prepare.layer_named(getattr(layer, "layer_name", None))
     if runner is None:

@@ -49,7 +49,7 @@ def refusal(wrong: Mapping[str, object]) -> str | None:
 class Layer(NamedTuple):
     """An attention layer that vLLM makes.
 
-    name: the name of the layer. If the layer reads another layer's cache, the name of that layer.
+    name: the layer's name or, if it reads another layer's cache, the other layer's name.
     """
 
     name: str | None = None
