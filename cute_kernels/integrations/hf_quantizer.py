@@ -288,7 +288,7 @@ def _load_as_saved(model: nn.Module, names: list[str]) -> dict[str, Any]:
 
     Otherwise transformers would convert tensors whose names match the model's patterns for fp32, such as T5's ``wo``
     and HYV4's ``scale``. The patterns are changed so that they match no tensor of these layers. transformers reads "*"
-    in a pattern as ".*", so none is used here.
+    in a pattern as ".*", so the changed patterns use no "*" of their own.
     """
     ours = "|".join(map(re.escape, names))
     found = {name: value for name in _KEPT_IN_FP32 if (value := getattr(model, name, None))}

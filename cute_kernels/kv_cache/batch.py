@@ -89,7 +89,7 @@ class Batch:
         """int32 [size]: the slot of each sequence's newest keys, for caches whose keys are written in blocks; None for
         other caches.
 
-        A padding row has the slot of another sequence, to which nothing is written for this row.
+        A padding row repeats the slot of another sequence; nothing is written there for the padding row.
         """
         return None if self._slots is None else self._slots[: self.size]
 

@@ -29,8 +29,8 @@ from layouts.kv.channel_blocks import BLOCK_TOKENS, TAIL_TOKENS
 
 
 class Fill(NamedTuple):
-    """The arguments of the second launch: the keys that the first launch has written, fp16 [tokens, num_kv_heads,
-    head_dim], and the addresses to which they are written.
+    """The arguments of the second launch: ``k_new``, the keys that the first launch has written, fp16 [tokens,
+    num_kv_heads, head_dim], then the ring, the cache, and the tensors that say where each key belongs.
     """
 
     k_new: torch.Tensor

@@ -2,10 +2,10 @@
 of each block that becomes full.
 
 A CTA takes one block of 32 tokens of one request's KV head; a thread takes two neighbouring columns of the block. Older
-keys come from the ring, 64 rows a sequence outside the cache. New keys come from the append's temporary tensor. Of the
-blocks with a request's new tokens, only the first two may need rows of the ring. The CTAs of these two blocks also
-write the newest rows into the ring. Each CTA writes only the half of the ring that it reads, so it overwrites no rows
-that another CTA still has to read.
+keys come from the ring (64 rows per sequence, kept outside the cache). New keys come from the append's temporary
+tensor. Only the first two blocks with a request's new tokens may need rows of the ring. The CTAs of these two blocks
+also write the newest rows into the ring. Each CTA writes only the half of the ring that it reads, so it overwrites no
+rows that another CTA still has to read.
 """
 
 from __future__ import annotations

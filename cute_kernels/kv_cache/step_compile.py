@@ -23,9 +23,9 @@ NEW_ROWS = (
     *arguments("address", "phase_steps"),
     *arguments("float32", "rope_factor"),
 )
-"""The arguments besides attention's. k, v: [batch, num_kv_heads, head_dim] of the newest tokens, with any stride of
-requests. phase_steps, rope_factor, and the constants of a transform, biases and norms: as in an append. Attention's q
-is the q before RoPE."""
+"""The arguments in addition to those of attention. k, v: [batch, num_kv_heads, head_dim] of the newest tokens, with any
+stride of requests. phase_steps, rope_factor, and the constants of a transform, biases and norms: as in an append.
+Attention's q is the q before RoPE."""
 POSITIONS = (*arguments("address", "position_ids"), *arguments("int64", "position_bytes"))
 """Arguments for given positions: the address of int32 or int64 [batch], and the bytes of an element."""
 

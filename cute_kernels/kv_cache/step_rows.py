@@ -126,10 +126,10 @@ class NewRows:
     @cute.jit
     def make(self, cta, work, q):
         """Writes a consumer warp's share of new rows and rotated queries, and waits for the other consumer warps.
-        Returns the shared addresses of the queries of the warp's blocks.
+        Returns the shared-memory addresses of the queries of the warp's blocks.
 
-        In the CTA that writes the newest token, it then calls `announce_rows`, so that the producer warps load the
-        token's tile.
+        In the CTA that writes the newest token, also calls `announce_rows` once the token's rows are written, so that
+        the producer warps load the token's tile.
         """
         lane, team = cta.lane % self.lanes, cta.lane // self.lanes
         new, last = cta.new[0], work.place.shape.max_seq_len - 1
@@ -241,8 +241,8 @@ class NewRows:
                 ptx.store_shared(row + lane * piece.num_bytes, offset, own[first : first + piece.unit // 4])
 
     def query_addresses(self, cta, work) -> list[Any]:
-        """Returns the shared addresses of the lane's query in each of the warp's blocks. Lanes beyond the last query
-        get the last query's address.
+        """Returns the shared-memory address of the lane's query in each of the warp's blocks. Lanes beyond the last
+        query get the last query's address.
         """
         place, roles = work.place, cta.roles
         addresses = []

@@ -42,7 +42,7 @@ class Definition(NamedTuple):
         digest: the digest of the statement's text.
         uses: dotted names that the definition refers to, sorted.
         weak: further dotted names, whose links are weak; see the module's docstring.
-        mentions: names of attributes in it, and strings that may be names of attributes.
+        mentions: the names of attributes that the definition uses, and its strings that may be names of attributes.
         spans: (first line, last line) of each part of the statement.
         is_class: whether it is a class, at which weak links end.
         members: a class's methods by name.

@@ -66,7 +66,7 @@ def nearest(path: Path) -> Path:
 
 
 class Key(NamedTuple):
-    """The identity of a compiled kernel. content: everything that can change its bytes, as JSON."""
+    """The identity of a compiled kernel. content: everything that can change the kernel's bytes, as JSON."""
 
     family: str
     symbol: str

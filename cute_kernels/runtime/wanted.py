@@ -27,8 +27,8 @@ _WRONG = KeyError, TypeError, ValueError, AttributeError, ImportError
 
 
 def write(path: Path, specs: Iterable[KernelSpec], arch: str) -> None:
-    """Writes a list of kernels to a file. If the file has a list for the same architecture, the new list also has its
-    kernels, except those that this version lacks. Raises OSError."""
+    """Writes a list of kernels to a file. If the file already has a list for the same architecture, that list's kernels
+    are kept, except kernels that this version does not have. Raises OSError."""
     kernels = {json.dumps(record_of(spec), sort_keys=True) for spec in specs}
     try:
         content = json.loads(path.read_text())

@@ -82,7 +82,7 @@ class _Piece:
 @dataclass
 class _Captured:
     """The memory of a stream's launches in one capture. owned: tensors from the graph's own pool; empty if the memory
-    is a piece."""
+    is a piece of a slab."""
 
     capture: int
     address: int

@@ -348,7 +348,7 @@ def _read(pair: Pair, constants: CacheConstants, layer: int, dtype: torch.dtype)
 
 
 def _merged(known: Sequence[CacheConstants], chosen: Sequence[int], formats: LayerFormats) -> CacheConstants:
-    """Joins the constants of all layers, for each layer those of its chosen candidate."""
+    """Joins constants of all layers: for each layer, the constants of the candidate that was chosen for it."""
     transforms = tuple(known[i].transforms[layer] for layer, i in enumerate(chosen))
     scales = tuple(known[i].scales[layer] if known[i].scales else (None, None) for layer, i in enumerate(chosen))
     given = scales if any(scale is not None for pair in scales for scale in pair) else ()

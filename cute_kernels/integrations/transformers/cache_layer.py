@@ -410,7 +410,7 @@ def token_major(x: torch.Tensor) -> torch.Tensor:
     """Returns x [batch, heads, columns, head_dim] as [batch, columns, heads, head_dim], with strides that the kernels
     read.
 
-    Heads must be adjacent and columns evenly spaced. x is copied only if they are not.
+    x is copied only if its heads are not adjacent or its columns are not evenly spaced.
     """
     x = x.transpose(1, 2)
     batch, columns, heads, head_dim = x.shape
@@ -430,7 +430,7 @@ def _numbers(
     """Dequantises rows [batch, tokens, num_kv_heads, row] to [batch, num_kv_heads, columns, head_dim] in ``like``'s
     dtype.
 
-    rows: int64 [batch, columns], the row of each column; None if rows equal columns. undo: undoes the cache's
+    rows: int64 [batch, columns], the row of each column; None if column i is in row i. undo: undoes the cache's
     transform; None if there is none.
     """
     dtype = like.dtype if undo is None else torch.float32

@@ -279,8 +279,8 @@ def _transform(
     values: Values,
     seed: int,
 ) -> CacheTransform | None:
-    """Returns a layer's transform. It has only the parts that reduce the error of its formats; None if there are no
-    such parts.
+    """Returns a layer's transform. The transform has only the parts that reduce the error of the layer's formats; None
+    if there are no such parts.
     """
     if moments.sizes is None:
         return None

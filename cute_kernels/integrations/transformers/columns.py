@@ -214,7 +214,7 @@ class Columns:
         return self._slots
 
     def older_rows(self) -> torch.Tensor | None:
-        """Returns the row of each older column, int64 [batch, older columns]; None if rows equal columns. A column of
+        """Returns the row of each older column, int64 [batch, older columns]; None if column i is in row i. A column of
         padding has an arbitrary row."""
         old = self.count - self.new
         return None if self._tokens is None else (self.tokens(old).cumsum(1) - 1).clamp_(min=0)

@@ -79,8 +79,8 @@ class Product:
         return getattr(self.layer, "bias", None)
 
     def may_defer(self) -> bool:
-        """Returns whether the layer may produce or consume a deferred norm. It may if it computes only a 16-bit
-        product, with or without a bias. It must have no hooks, and must not be batch-invariant.
+        """Returns whether the layer may produce or consume a deferred norm: whether it computes nothing but a 16-bit
+        product and maybe a bias, has no hooks, and is not batch-invariant.
         """
         layer = self.layer
         if type(layer) is not QuantizedLinear or layer.batch_invariant:

@@ -36,7 +36,8 @@ def recorded_columns() -> Columns | None:
 
 @contextmanager
 def recording(columns: Columns) -> Iterator[None]:
-    """Marks a decode step over these columns as being recorded, within the context. Its masks have a constant size."""
+    """Within this context, this thread records a decode step over ``columns``. The step's masks have a constant
+    size."""
     _recorded.columns = columns
     try:
         with columns.recording():

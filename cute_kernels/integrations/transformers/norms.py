@@ -157,15 +157,15 @@ def add_with_next_norm(x: torch.Tensor, residual: torch.Tensor, module: nn.Modul
 
 
 def with_deferred_norm(rows: NormedRows, module: nn.Module) -> torch.Tensor:
-    """Returns the tensor of ``rows``, and notes their deferred norm by ``module`` on it. `deferred_norm_of` reads the
+    """Returns the tensor of ``rows``, with a note that its norm by ``module`` is deferred. `deferred_norm_of` reads the
     note."""
     setattr(rows.rows, _NOTE, _Made(module, _Left(rows.deferred), version_of(rows.rows)))
     return rows.rows
 
 
 def with_product(rows: NormedRows, module: nn.Module, weight: PackedWeight, result: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of ``rows``, and notes ``result`` on it: the product of ``weight`` and their norm by
-    ``module``. `deferred_norm_of` reads the note."""
+    """Returns the tensor of ``rows``, with a note that has ``result``: the product of ``weight`` and the norm of the
+    rows by ``module``. `deferred_norm_of` reads the note."""
     setattr(rows.rows, _NOTE, _Made(module, _Product(weight, result, version_of(result)), version_of(rows.rows)))
     return rows.rows
 

@@ -33,8 +33,8 @@ _SCALINGS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Scalings by transformers' names. Other kinds change with the length ("dynamic", "longrope"), or are no rotations by
-theta."""
+"""Functions from transformers' settings to a `Scaling`, by transformers' names. Scalings with other names have no such
+function: some change with the sequence length ("dynamic", "longrope"), others are no rotations by theta."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelRope:
     """A model's rotary embedding as it was recognised.
 
     Attributes:
-        rope: the rotation of a head's halves.
+        rope: the same rotation as a `Rope`, in the half-split form.
         rotary: the model's module.
         name: the name of the module's buffer of frequencies.
         frequencies, version: that buffer and its version, by which `is_current` detects changes.

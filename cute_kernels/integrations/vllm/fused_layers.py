@@ -90,8 +90,9 @@ def side_of_norm(layer: object) -> DeferredKind | None:
     """Returns on which side of a norm a layer's product is: GIVES before a norm, TAKES after one, None if it is on
     neither side.
 
-    Returns None also for layers split among GPUs, since their results are summed before the norm. Returns None also in
-    models with experts in every layer: experts and their router read one norm, and no product precedes the other norm.
+    Returns None also for layers that are split among GPUs, since their results are summed before the norm. Returns None
+    also if every layer of the model has experts: one norm is then read by the experts and by their router, and no
+    product precedes the other norm.
     """
     if getattr(layer, "tp_size", 1) > 1 or _has_experts_everywhere():
         return None
@@ -110,7 +111,7 @@ def _has_experts_everywhere() -> bool:
 
 
 def in_order(out: torch.Tensor) -> torch.Tensor:
-    """Sorts results [rows, 2 columns], in which columns of gate and up alternate, into the model's order: the columns
+    """Sorts results [rows, 2 * columns], in which columns of gate and up alternate, into the model's order: the columns
     of gate, then the columns of up.
     """
     return out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
