@@ -13,7 +13,7 @@ class ReportedLayer:
     """A layer in the report of `quantize_model`.
 
     Args:
-        name: the layer's qualified name; the first one if it is used several times.
+        name: the layer's qualified name; its first name if the model uses the layer several times.
         kind: the name of the layer's class, before it was swapped.
         nbytes: the number of bytes of the layer's weights before quantisation.
         packed_nbytes: the number of bytes of its packed weights; 0 if it was not swapped.

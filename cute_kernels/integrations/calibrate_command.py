@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
 def with_step(formats: LayerFormats, model: Foreign, constants: CacheConstants, tokens: torch.Tensor) -> LayerFormats:
     """Measures a decode step. Returns ``formats``, with the step's time in ms in their report.
 
-    The step decodes prompts ``tokens`` [requests, tokens]. The model is accelerated in place. Errors are those of
+    The step continues the prompts ``tokens`` [requests, tokens]. The model is accelerated in place. Errors are those of
     `accelerate`.
     """
     from cute_kernels.integrations.transformers import accelerate

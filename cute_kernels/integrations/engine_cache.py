@@ -89,8 +89,8 @@ def paged(buffers: Iterable[torch.Tensor], formats: Formats, page_size: int) -> 
 def rows_of(queries: torch.Tensor) -> torch.Tensor:
     """Returns queries [..., num_heads, head_size] as kernels take them, without a copy if possible.
 
-    Parts of a fused projection need no copy. Queries are copied if their heads are not adjacent, or if they do not
-    start at multiples of 16 bytes.
+    Parts of a fused projection need no copy. Queries are copied if a token's heads are not adjacent, or if some token
+    does not start at a multiple of 16 bytes.
     """
     if queries.is_contiguous():
         return queries

@@ -52,7 +52,7 @@ class RowCounts:
     """The numbers of rows with which an engine runs layers.
 
     Attributes:
-        captured: batch sizes of its CUDA graphs.
+        captured: batch sizes of the engine's CUDA graphs.
         most: the largest number of tokens of a step.
     """
 
@@ -173,8 +173,8 @@ def specs_for(problem: LinearProblem, m: int) -> list[KernelSpec]:
 
 
 def specs_beside_norm(problem: LinearProblem, rows: Iterable[int], kind: DeferredKind) -> list[GemmSpec]:
-    """Returns the kernels with which a layer's product produces or consumes a deferred norm. kind: which of the two.
-    Numbers of rows without such a kernel are skipped.
+    """Returns the kernels with which a layer's product produces or consumes a deferred norm. kind: whether the product
+    produces (GIVES) or consumes (TAKES) the norm. Numbers of rows without such a kernel are skipped.
     """
     problems = [replace(problem, m=m) for m in rows]
     found = (config_beside_a_norm(one, chosen(one), kind) for one in problems)

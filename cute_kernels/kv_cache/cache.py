@@ -221,8 +221,8 @@ class KVCache:
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
         """Cuts a sequence back to its first ``num_tokens`` tokens, as speculative decoding does when it rejects tokens.
 
-        With keys in blocks, up to 32 tokens can always be removed; more only if a multiple of 32 tokens is kept. Raises
-        ValueError otherwise.
+        With keys in blocks, up to 32 tokens can always be removed; more only if ``num_tokens`` is a multiple of 32.
+        Raises ValueError otherwise.
         """
         if self.tails is not None and seq_id in self._pages and isinstance(num_tokens, int):
             self.tails.check_truncate(seq_id, num_tokens)

@@ -80,7 +80,7 @@ def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:
-    """Returns ``given``, which says whether q is already transformed. It is called for layers with a transform.
+    """Checks and returns ``given``, which says whether q is already transformed. The layer must have a transform.
 
     Raises ValueError if ``given`` is None, or if q is transformed and needs a q_shift that the options lack.
     """

@@ -81,7 +81,7 @@ class Calibrator:
 
     def scale(self) -> torch.Tensor:
         """Returns the scale, fp32, in a shape that operators and formats take: [], [num_kv_heads, 1] or [num_kv_heads,
-        head_dim]. A scale is 1 if all its elements were 0 in all samples. Raises ValueError if there were no
+        head_dim]. A scale is 1 if all elements that share it were 0 in all samples. Raises ValueError if there were no
         samples."""
         if self._top is None:
             raise ValueError("x: got no samples, want at least one update")

@@ -153,8 +153,8 @@ def _check_memory(call: AppendCall) -> None:
 
 
 def check_kinds(call: AppendCall) -> None:
-    """Raises TypeError or ValueError unless arguments are tensors on k's device. Also raises them for tensors that have
-    to be contiguous and are not.
+    """Raises TypeError or ValueError unless every tensor argument is a tensor on k's device, and is contiguous if it
+    has to be.
     """
     names = (
         "k v k_cache v_cache seq_lens cu_seqlens slot_mapping block_table q q_out q_bias k_bias v_bias position_ids "

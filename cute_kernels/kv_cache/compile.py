@@ -108,8 +108,8 @@ class BulkSpec(_RowSpec):
 
 
 def shipped_specs() -> list[KernelSpec]:
-    """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head in Llama's order. Each
-    has a variant for decode and a variant for all other calls.
+    """Returns the specs that bundles hold and CI compiles: appends with RoPE over the whole head, in half-split pairs
+    as in Llama. Each has a variant for decode and a variant for all other calls.
 
     Everything else (other head dimensions, mixed formats, partial or interleaved RoPE, bulk) compiles on demand.
     """

@@ -29,8 +29,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Targets:
-    """The addresses that are written, q_out and the caches, and strides in bytes: of q_out's tokens, and of the caches'
-    (pages, tokens, heads).
+    """Addresses of the tensors that are written, q_out and the caches; strides in bytes of q_out's tokens, and of each
+    cache's (pages, tokens, heads).
     """
 
     q_out: Int64

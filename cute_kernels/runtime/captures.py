@@ -82,7 +82,7 @@ def nothing_collected() -> Iterator[None]:
     the collector might destroy an unreachable CUDA graph during the capture, and the graph's destructor would abort the
     process.
 
-    It does not prevent code from calling the collector or deleting a graph.
+    Code can still call the collector itself, or delete a graph.
     """
     _REST.begin()
     try:
@@ -94,8 +94,8 @@ def nothing_collected() -> Iterator[None]:
 def graph_of(function: Callable[[], _T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, _T]:
     """Captures the launches of a function on a device as a CUDA graph. Returns (the graph, the function's result).
 
-    Raises the error of the function or of CUDA. After an error it restores torch's earlier state. Otherwise torch would
-    stay on the captured stream, draw no more random numbers on this device, and keep memory.
+    Raises the error of the function or of CUDA. After an error it restores torch's earlier state. Without this, torch
+    would stay on the captured stream, draw no more random numbers on this device, and keep memory.
     """
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     cause: BaseException | None = None

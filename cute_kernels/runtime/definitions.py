@@ -129,8 +129,8 @@ def reads() -> int:
 
 
 def _is_called_by(foreign: set[str], node: ast.ClassDef) -> bool:
-    """Returns whether other software may call a class's methods, since it defines a base or a decorator of the class.
-    foreign: names that are imported from other software."""
+    """Returns whether other software may call a class's methods: whether a base or a decorator of the class comes from
+    there. foreign: names that are imported from other software."""
     parts = [part for item in (*node.bases, *node.decorator_list) for part in ast.walk(item)]
     return any(isinstance(part, ast.Name) and part.id in foreign for part in parts)
 

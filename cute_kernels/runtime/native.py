@@ -160,9 +160,9 @@ def linker_names() -> str:
 def runtime_library() -> Path:
     """Returns the path of the DSL's runtime library, without importing the DSL.
 
-    `CUTE_DSL_RUNTIME` may name the file. Otherwise it is part of the installed DSL, which has one per CUDA major
-    version. The newest library that the driver supports is used; without a driver, the newest of all. The DSL chooses
-    its compiler by the same rule, so that objects and library agree.
+    `CUTE_DSL_RUNTIME` may name the file. Otherwise the library is part of the installed DSL, which has one library per
+    CUDA major version. The newest library that the driver supports is used; without a driver, the newest of all. The
+    DSL chooses its compiler by the same rule, so that objects and library agree.
     """
     named = os.environ.get(RUNTIME_VARIABLE)
     if named:

@@ -65,8 +65,8 @@ def default_jobs() -> int:
 
 
 def keep(seconds: float) -> None:
-    """Lets workers that are done wait for later calls of this process. At most as many wait as `default_jobs` returns.
-    They end once none of them was used for ``seconds``. Only the first call of `keep` has an effect.
+    """Lets workers that are done wait for later calls of this process. At most `default_jobs()` workers wait. They end
+    once none of them was used for ``seconds``. Only the first call of `keep` has an effect.
 
     A worker keeps the sources that it was started with, so sources must not change meanwhile.
     """

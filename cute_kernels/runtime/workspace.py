@@ -250,8 +250,8 @@ POOL = WorkspacePool()
 
 
 class UnsettledError(RuntimeError):
-    """The error of a capture that needs memory which was filled before the capture began. During a capture nothing can
-    wait for memory to be filled.
+    """A capture needs memory that was filled with EMPTY words before it began, and there is none. During a capture
+    nothing can wait for memory to be filled.
     """
 
 

@@ -49,7 +49,8 @@ class LayerFormat:
         methods: values of the configuration's `quant_method` for this format.
         mark: name of the tensor by which layers of this format are recognised.
         required, optional: the names of the tensors that are read, except "bias".
-        convert: a function from (these tensors by name, the layer's configuration, further options) to the weight.
+        convert: a function from (the required and optional tensors by name, the layer's configuration, further options)
+            to the weight.
         ignored: names of further tensors of a layer, which do not change the weight.
         dtypes: the dtypes that the mark may have, in safetensors' notation; empty for any dtype.
     """

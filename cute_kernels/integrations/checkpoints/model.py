@@ -113,11 +113,12 @@ def _round_saved(model: torch.nn.Module, asked: ModelActivations | None) -> None
 def read_kv_scales(path: str | PathLike[str]) -> dict[int, KvScale]:
     """Reads the scales of the KV cache from the checkpoint at ``path``, by layer; {} if it has none.
 
-    The scales are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`), one
-    element for the tensor, or one for each head. Keys are k_scale times the cached numbers.
+    The scales are `k_scale` and `v_scale` (ModelOpt's and vLLM's names, compressed-tensors' `kv_cache_scheme`). Each
+    has one element, or one for each head. Keys are k_scale times the cached numbers.
 
     Raises:
-        As `load_safetensors`, and ValueError for a layer that has only one of the two, or a scale that is not positive.
+        As `load_safetensors`, and ValueError for a layer that has only one of `k_scale` and `v_scale`, or a scale that
+        is not positive.
     """
     path = path_of(path)
     return kv_scales_of(read_headers(path), path)

@@ -49,7 +49,7 @@ def place_layers(model: nn.Module, names: Iterable[str], stacked: Iterable[str] 
     """Returns the place of each layer of a checkpoint, by the layer's name.
 
     Args:
-        model: a model with Linear layers and mixtures of experts, which may be on the meta device.
+        model: a model with Linear layers and mixtures of experts. It may be on the meta device.
         names: names of the layers with one weight.
         stacked: names of the layers with gate_up or down of all experts, as in state dicts of `QuantizedMoE`.
 

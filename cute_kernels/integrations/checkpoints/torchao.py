@@ -1,8 +1,9 @@
 """Import of torchao layers: INT4 in tinygemm's tensor-core tiles, plain INT8, and current tensors in safetensors files.
 
 Current tensors are Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor,
-NVFP4Tensor and MXTensor. A file stores each part of a weight as a tensor of its own, such as `_weight_qdata`. Its
-metadata gives the weight's class and attributes. No code in the metadata runs: classes are looked up by name here.
+NVFP4Tensor and MXTensor. A file stores each part of a weight as a tensor of its own, such as `_weight_qdata`. The
+file's metadata gives the weight's class and attributes. No code in the metadata runs: classes are looked up by name
+here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def from_torchao(
         packed_weight: int32 [N / 8, K / (16 I), 32, I / 2] with I = 2, 4 or 8 inner k tiles (`innerKTiles`).
         scale_and_zero: floating [G, N, 2].
         int_data: int8 [N, K], W = (q - z) * s.
-        scale, zero_point: [N] or [N, G] for int_data, floating and integer; without zero_point, z is 0.
+        scale, zero_point: s and z of int_data, each [N] or [N, G]: scale floating, zero_point integer. Without
+            zero_point, z is 0.
         shape: (N, K) before torchao padded K to a multiple of 1024 and N to a multiple of 8; default the padded one.
         group_size, dtype, device: as for `from_awq`.
 
@@ -87,7 +89,7 @@ def tile_transform(tiles_n: int, tiles_k: int, inner_steps: int) -> Transform:
 
     The tiles are those that `aten::_convert_weight_to_int4pack` makes on CUDA. A tile has 8 rows. Lane 4 n + c holds
     four inputs of row n in each step of 16 inputs: 2c, 2c + 1, 2c + 8 and 2c + 9, which are the lane's B fragment of
-    mma.m16n8k16. A word holds two steps; its low half has the even inputs of both.
+    mma.m16n8k16. A word holds two steps; the word's low half has the even inputs of both steps.
     """
     k = tiles_k * inner_steps * STEP_K
     modes: tuple[tuple[int, int], ...] = (

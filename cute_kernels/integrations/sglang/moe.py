@@ -1,7 +1,7 @@
 """Expert layers of SGLang with 4- and 8-bit weights: AWQ, GPTQ, compressed-tensors and gpt-oss checkpoints.
 
 Two methods of the layers' owners are hooked, as for linear layers. SGLang routes and dispatches tokens. A layer sees
-the ids of its own experts, and -1 for experts of other GPUs, which add nothing.
+the ids of its own experts. In place of experts of other GPUs it sees -1, which adds nothing to the layer's result.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Kind:
         return self.outputs_first and config.gemm1_alpha is not None and config.gate_up_interleaved
 
     def biases_of(self, owner: Foreign, layer: Foreign) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the biases of both products, with those of gate and up alternating, as kernels take them; None for
-        layers without biases.
+        """Returns the biases of both products, as kernels take them: in the first, elements of gate and up alternate.
+        Returns (None, None) for layers without biases.
         """
         if not (self.outputs_first and owner.with_bias):
             return None, None

@@ -92,8 +92,8 @@ def watch(model: PreTrainedModel, batches: Iterable[Batch], see: Callable[[Seen]
 
 
 def inputs_of(batch: Batch) -> Mapping[str, Any]:
-    """Returns a batch as a model's arguments by name. Raises TypeError unless the batch is such arguments, with
-    ``input_ids`` among them, or ``input_ids`` alone."""
+    """Returns a batch as a model's arguments by name. Raises TypeError unless the batch is a mapping of such arguments
+    that includes ``input_ids``, or is ``input_ids`` alone."""
     if isinstance(batch, torch.Tensor) and batch.dim() == 2:
         return {"input_ids": batch}
     if not isinstance(batch, Mapping) or "input_ids" not in batch:

@@ -1,8 +1,8 @@
 """A model's decode step as a CUDA graph: recorded once, replayed by the same call of ``forward``.
 
 A step over a `DecodeCache` is static: it reads one token of each request and the cache's lengths, both on the device.
-transformers' other launches, a few hundred, are recorded with it. The arguments and outputs of the caller's ``forward``
-do not change; outputs are copies, which no replay overwrites.
+The step's other launches, a few hundred of transformers' own, are recorded in the same graph. The arguments and outputs
+of the caller's ``forward`` do not change; outputs are copies, which no replay overwrites.
 """
 
 from __future__ import annotations

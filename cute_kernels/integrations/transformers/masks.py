@@ -1,9 +1,9 @@
-"""Attention masks. transformers describes a mask by a function of four indices; each attention implementation makes its
-own.
+"""Attention masks. transformers describes a mask by a function of four indices; each attention implementation makes a
+mask from this function.
 
-This one makes SDPA's boolean mask, which is right for every function. A note on the tensor says which option of the
-kernels can replace it: causal, or causal within a window. A model that changes the mask makes a tensor without the
-note, and the kernels are not used. So an unrecognised pattern takes more time, but results are right.
+This implementation makes SDPA's boolean mask, which is right for every function. A note on the tensor says which option
+of the kernels can replace it: causal, or causal within a window. A model that changes the mask makes a tensor without
+the note, and the kernels are not used. So an unrecognised pattern takes more time, but results are right.
 
 If a layer of the model adds masks to its own scores, or changes them, the model gets an additive mask.
 """

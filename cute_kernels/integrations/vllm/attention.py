@@ -3,8 +3,9 @@
 The backend is registered as vLLM's CUSTOM backend and asked first. It supports the cache dtypes of `kv_formats`; for
 other dtypes vLLM uses its own backends. A layer's step appends its new tokens to the cache, and has up to three parts:
 
-    decoding            requests with one new token, or all with as many (speculative): append and attention in one call
-    first chunks        FlashAttention on the new K and V as they are, which are appended as well
+    decoding            requests with equally many new tokens (one, or more if speculative): append and attention in one
+                        call
+    first chunks        FlashAttention on the exact new K and V, which are also appended
     continued prompts   extend attention over the cache, all requests in one launch (chunked prefill, prefix hits);
                         `attention_metadata.Way` has the ways for caches that extend attention cannot read
 """

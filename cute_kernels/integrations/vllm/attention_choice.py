@@ -24,8 +24,8 @@ from cute_kernels.integrations.vllm.versions import Interface
 
 
 def replace(interface: Interface) -> None:
-    """Puts the backend first. Makes vLLM choose a backend again if necessary, and compute the sizes of pages in bytes.
-    Calling it again changes nothing.
+    """Makes vLLM try this package's backend first, choose a backend again if necessary, and compute the sizes of pages
+    in bytes. A second call changes nothing.
     """
     replace_once(*interface.backend_priorities, _asks_first)
     replace_once(*interface.backend_choice, _chooses_anew)

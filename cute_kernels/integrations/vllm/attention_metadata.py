@@ -155,7 +155,7 @@ class Metadata(AttentionMetadata):
         decode_len: number of new tokens of each of them.
         starts: int32 [requests + 1], each request's first new token in the step.
         seq_lens: int32 [requests]: number of tokens of each request, new tokens included. If tokens are split among
-            GPUs, only those in this GPU's cache.
+            GPUs, only tokens in this GPU's cache are counted.
         block_table: int32 [requests, pages].
         slot_mapping: int64 [tokens]: each new token's page * page size + index within the page, -1 for none.
         pieces: the requests that do not decode, in pieces.

@@ -1,4 +1,4 @@
-"""The pages of the attention backend, as vLLM counts them; this interface differs between releases.
+"""The pages of the attention backend, as vLLM counts them. vLLM's interface for this differs between releases.
 
 Up to vLLM 0.26 a backend returns a cache's shape, and a layer's specification computes the number of bytes. A row in a
 format that vLLM does not know is described as a head with one column for each byte. From vLLM 0.30 on the backend fills
@@ -117,9 +117,8 @@ def _cache_dtype_of(spec: Foreign) -> str:
 
 
 def counted(layer: Foreign, spec: Foreign) -> Any:
-    """Returns a layer's specification. For a format unknown to vLLM, it has the bytes of the format's rows.
-
-    This function is called in all releases, also in those that do not ask backends for these bytes.
+    """Returns a layer's specification. For a format unknown to vLLM, the specification has the bytes of the format's
+    rows. This function is called in all releases of vLLM, also in releases that do not ask backends for these bytes.
     """
     if not kv_formats.is_own(layer.kv_cache_dtype):
         return spec

@@ -33,8 +33,8 @@ def served_dtypes() -> list[str]:
 
 
 def own_formats() -> tuple[Formats, ...]:
-    """Returns the formats that the environment asks for: one for all layers, or a file's for each layer; () if the
-    environment names none.
+    """Returns the formats that the environment asks for: one for all layers, or one for each layer from a file; () if
+    the environment names none.
 
     Raises:
         OSError, ValueError: the file does not exist, a format is unknown, or vLLM cannot store what a format needs.

@@ -151,8 +151,7 @@ def _heads_of(impl: Foreign) -> int:
 
 
 def _reason_of_pages() -> str | None:
-    """Returns why a layer keeps its backend's kernels because of the page size on the command line; None if it need
-    not.
+    """Returns why the page size on the command line makes a layer keep its backend's kernels; None if it does not.
 
     If no size is given, vLLM asks the backend for one after the layers are made.
     """

@@ -363,8 +363,8 @@ Biases = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _biases_of(method: Foreign, layer: Foreign, dtype: torch.dtype) -> Biases:
-    """Returns the biases of both products, with those of gate and up alternating, as kernels take them; None for layers
-    without biases.
+    """Returns the biases of both products, as kernels take them: in the first, elements of gate and up alternate.
+    Returns (None, None) for layers without biases.
     """
     if not _biases(method, layer):
         return None, None

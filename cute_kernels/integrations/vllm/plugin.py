@@ -34,7 +34,7 @@ _served: set[str] = set()
 
 
 def note_served(what: str) -> None:
-    """Records which layers of a model use these kernels, since the graphs that vLLM keeps depend on it.
+    """Records which layers of a model use these kernels, since the compiled graphs that vLLM keeps depend on this.
 
     `register` decides which kernels are tried. Whether they support a layer also depends on the installed bundles.
     """
@@ -124,7 +124,7 @@ def _replace(seam: str) -> Replacement:
 
 def _mark_compile_cache() -> None:
     """Adds the replaced seams to the key of vLLM's compile cache. The key has environment variables, but says nothing
-    of plug-ins, so the seams are added as such a variable.
+    of plug-ins, so the seams are added as an environment variable.
     """
     from vllm import envs
 

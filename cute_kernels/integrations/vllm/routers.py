@@ -74,8 +74,8 @@ class Router:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces the router's choice. Returns (weights fp32, ids int32), each [T, top_k]; ids of padding are -1.
 
-        router_logits: one of: hidden states from `defer`; the weight of the gate if the model's own code multiplies by
-        it, with the gate's bias as input_ids; logits, with which vLLM's router is called.
+        router_logits: one of three tensors: the hidden states, from `defer`; the gate's weight, if the model's own code
+        multiplies by the gate (input_ids is then the gate's bias); or logits, for which vLLM's own router is called.
         """
         if router_logits.shape[-1] != self.experts:
             if len(hidden_states) <= MAX_TOKENS:
@@ -125,8 +125,8 @@ def connect(layer: Foreign) -> None:
 
 
 def routers_in_code(layers: Iterable[object]) -> set[int]:
-    """Returns for which numbers of experts this package computes all routers. Only routers whose gate is in the model's
-    own code are counted.
+    """Returns the numbers of experts for which this package computes every router whose gate is in the model's own
+    code.
 
     layers: an engine's layers.
     """
