@@ -71,12 +71,16 @@ class Calibrator:
             raise TypeError(f"x: got dtype {x.dtype}, want a floating one")
         if x.dim() < 2 or 0 in x.shape[-2:]:
             raise ValueError(f"x: got shape {list(x.shape)}, want [..., num_kv_heads, head_dim]")
-        if self._top is None:
-            self._top = torch.zeros(x.shape[-2:], dtype=torch.float32, device=x.device)
-        check_shape("x", x, "...", *self._top.shape)
+        top, counts = self._top, self._counts
+        if top is None:
+            top = torch.zeros(x.shape[-2:], dtype=torch.float32, device=x.device)
+        check_shape("x", x, "...", *top.shape)
+        if not x.numel():
+            return self
         samples = x.reshape(-1, *x.shape[-2:])
-        for chunk in samples.split(max(1, blocks.elements(_CHUNK_ELEMENTS) // max(1, self._top.numel()))):
-            self._take(chunk.detach().float().abs())
+        for chunk in samples.split(max(1, blocks.elements(_CHUNK_ELEMENTS) // top.numel())):
+            top, counts = self._with(chunk.detach().float().abs(), top, counts)
+        self._top, self._counts = top, counts
         return self
 
     def scale(self) -> torch.Tensor:
@@ -91,25 +95,24 @@ class Calibrator:
         scale = quotient(top, self.code_max)
         return scale.masked_fill(scale == 0, 1).reshape(scale_shape(self.granularity, *self._top.shape))
 
-    def _take(self, size: torch.Tensor) -> None:
-        """Updates the maxima or the histogram. size: magnitudes of samples, fp32 [samples, num_kv_heads, head_dim]."""
-        if not len(size):
-            return
-        assert self._top is not None
-        top = torch.maximum(self._top, size.amax(0))
+    def _with(
+        self, size: torch.Tensor, top: torch.Tensor, counts: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the maxima ``top`` and the histogram ``counts`` with further samples. size: magnitudes of samples,
+        fp32 [samples, num_kv_heads, head_dim]."""
+        top = torch.maximum(top, size.amax(0))
         if not bool(top.isfinite().all()):
             raise ValueError("x: got NaN or infinity among the samples, want finite ones")
-        self._top = top
         if self.method == "absmax":
-            return
+            return top, None
         keys = size.view(torch.int32) >> _SHIFT  # of a float that is not negative: monotonic in its value
         bins = (keys - (_FIRST_KEY - 1)).clamp_(0, _NUM_BINS - 1)
         num_scales = len(_grouped(top, self.granularity))
         number = torch.arange(num_scales, device=size.device)
         number = number.repeat_interleave(top.numel() // num_scales).reshape(top.shape)
-        counts = torch.bincount((number * _NUM_BINS + bins).flatten(), minlength=num_scales * _NUM_BINS)
-        counts = counts.reshape(num_scales, _NUM_BINS)
-        self._counts = counts if self._counts is None else self._counts + counts
+        found = torch.bincount((number * _NUM_BINS + bins).flatten(), minlength=num_scales * _NUM_BINS)
+        found = found.reshape(num_scales, _NUM_BINS)
+        return top, found if counts is None else counts + found
 
     def _percentile(self, counts: torch.Tensor) -> torch.Tensor:
         """Returns, for each scale, the upper end of the bin in which the percentile lies, fp32 [scales]; infinity for

@@ -65,6 +65,7 @@ class Moments:
         keys, values = (x.detach().float().transpose(0, 1) for x in (k, v))
         if not all(bool(x.isfinite().all()) for x in (queries, keys, values)):
             raise ValueError("q, k, v: got NaN or infinity among the samples, want finite ones")
+        self.sizes = heads, k.shape[2], v.shape[2]
         weighted, weights = _attended(queries, keys, values, scale)
         self._add("k", keys.double().sum(1))
         self._add("k_square", keys.double().square().sum(1))
@@ -131,8 +132,7 @@ class Moments:
         self._sums[name] = self._sums[name].to(x.device) + x if name in self._sums else x
 
     def _check_shapes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-        """Checks that the shapes fit each other and the shapes of earlier calls, and keeps them. Returns
-        num_kv_heads."""
+        """Checks that the shapes fit each other and the shapes of earlier calls. Returns num_kv_heads."""
         check_floating(q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.dim() != 3 or 0 in x.shape:
@@ -144,7 +144,6 @@ class Moments:
             raise ValueError(f"k, v: got shapes {shape_of(k)} and {shape_of(v)}, want {wanted}")
         if q.shape[0] != tokens or q.shape[1] % heads or q.shape[2] != head_dim:
             raise ValueError(f"q: got shape {shape_of(q)}, want [{tokens}, a multiple of {heads}, {head_dim}]")
-        self.sizes = sizes
         return heads
 
 

@@ -144,3 +144,15 @@ def test_refused_samples_are_not_counted():
     with pytest.raises(ValueError, match="NaN"):
         calibrator.update(samples() * torch.nan)
     assert torch.equal(calibrator.scale(), before)
+
+
+@pytest.mark.parametrize("method", ["absmax", "percentile"])
+def test_refused_and_empty_samples_leave_no_trace(method):
+    calibrator = Calibrator("int8_head", method).update(samples()[:0])
+    for bad in (samples()[..., :32] * torch.nan, torch.cat((samples() * 9, samples() * torch.nan))):
+        with blocks.at_most(samples()[0].numel()), pytest.raises(ValueError, match="NaN"):
+            calibrator.update(bad)
+        with pytest.raises(ValueError, match="x: got no samples"):
+            calibrator.scale()
+    want = compute_kv_scale(samples(), kv_format="int8_head", method=method)
+    assert torch.equal(calibrator.update(samples()).scale(), want)

@@ -171,3 +171,13 @@ def test_samples_that_do_not_fit_are_named():
         Moments().update(q, k, v / 0)
     with pytest.raises(TypeError, match="k: got dtype torch.int64"):
         Moments().update(q, k.long(), v)
+
+
+def test_refused_samples_leave_no_trace():
+    q, k, v = make_samples(4)
+    moments = Moments()
+    with pytest.raises(ValueError, match="q, k, v: got NaN"):
+        moments.update(q[..., :32], k[..., :32] * torch.nan, v)
+    with pytest.raises(ValueError, match="q, k, v: got no samples"):
+        moments.transform()
+    assert moments.update(q, k, v).sizes == (HEADS, DIM, v.shape[2])
