@@ -114,6 +114,7 @@ class Batch:
         check_distinct(seq_ids)
         counts = per_sequence("num_new_tokens", num_new_tokens, len(seq_ids))
         size = len(seq_ids) if pad_to is None else pad_to
+        check_count("pad_to", size, 0)
         self._check_size(len(seq_ids), size)
         sequences = [self._pages[seq_id] for seq_id in seq_ids]
         for seq_id, sequence, count in zip(seq_ids, sequences, counts, strict=True):

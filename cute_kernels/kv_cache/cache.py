@@ -422,7 +422,7 @@ class KVCache:
         """
         self._check_layer(layer)
         self._check_empty(f"layer: got {layer}")
-        self._constants.set_scales(layer, k_scale, v_scale)
+        self._constants.set_scales({layer: (k_scale, v_scale)})
 
     def set_constants(self, constants: CacheConstants | str | Path) -> None:
         """Sets the constants of a calibration for all layers: transforms, and scales that are kept outside the pages.
@@ -439,8 +439,7 @@ class KVCache:
         self._check_empty("constants: got some")
         transforms = self._constants.checked_transforms("constants", constants.transforms)
         scales = constants.scales or ((None, None),) * self.num_layers
-        for layer, (k_scale, v_scale) in enumerate(scales):
-            self._constants.set_scales(layer, k_scale, v_scale)
+        self._constants.set_scales(dict(enumerate(scales)))
         self._constants.transforms = transforms
 
     # -- moving sequences ---------------------------------------------------------------------------------------------
@@ -482,7 +481,7 @@ class KVCache:
                 f"exported: got rows for a cache of {self.layer_formats[0][0].name} keys, want another format's"
             )
         k_pages, v_pages = self._one_tensor_each("exported: got rows")
-        exported.check_for(self.keys)
+        exported.check_for(self.keys, {"k": k_pages, "v": v_pages}, self.num_kv_heads)
         self.allocate(seq_id, exported.num_tokens)
         pages = torch.tensor(self._pages[seq_id].pages, dtype=torch.int64, device=self.device)
         for held, rows in ((k_pages, exported.k), (v_pages, exported.v)):

@@ -109,8 +109,8 @@ def sees_shift(options: dict[str, Any]) -> bool:
 def checked_scale(
     name: str, scale: torch.Tensor | None, form: KvFormat, held: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Checks a layer's scale and returns it. Raises TypeError or ValueError if it is invalid or missing, or if the
-    format needs none.
+    """Checks a layer's scale and returns it in fp32. Raises TypeError or ValueError if it is invalid or missing, or if
+    the format needs none.
 
     held: the tensor to which the scale will be copied; None for a format that has no scale outside its rows.
     """
@@ -125,5 +125,6 @@ def checked_scale(
     flat = {"tensor": (1,), "head": want[:1], "channel": want}[str(form.given_scale)]
     if tuple(scale.shape) not in (want, flat):
         raise ValueError(f"{name}: got shape {list(scale.shape)}, want {list(want)} for {form.name}")
+    scale = scale.float()  # whose range is smaller than fp64's
     check_all_positive(name, scale)
     return scale

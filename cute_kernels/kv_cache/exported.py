@@ -5,11 +5,12 @@ to a store of prefixes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from cute_kernels.arguments import check_tensors, shape_of
+from cute_kernels.arguments import check_dtype, check_shape, check_tensors, shape_of
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.transforms import CacheTransform, key_of
 
@@ -39,14 +40,18 @@ class ExportedSequence:
         """Tokens of the sequence."""
         return self.k.shape[1]
 
-    def check_for(self, keys: tuple[str, ...]) -> None:
-        """Raises ValueError unless a cache with these keys can read the rows; the message names the first layer that
-        differs."""
+    def check_for(self, keys: tuple[str, ...], pages: Mapping[str, torch.Tensor], num_kv_heads: int) -> None:
+        """Raises TypeError or ValueError unless a cache with these keys, and with K's and V's ``pages``, can read the
+        rows. The message names the first layer, or the tensor, that differs.
+        """
         if len(keys) != len(self.keys):
             raise ValueError(f"exported: got rows of {len(self.keys)} layers, want {len(keys)}")
         for layer, (written, read) in enumerate(zip(self.keys, keys, strict=True)):
             if written != read:
                 raise ValueError(f"exported: got layer {layer} written with {written}, want {read}, as the cache reads")
+        for name, rows in (("k", self.k), ("v", self.v)):
+            check_dtype(name, rows, pages[name].dtype, why=", that of the cache")
+            check_shape(name, rows, len(keys), "tokens", num_kv_heads, pages[name].shape[-1])
 
 
 def layer_key(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from cute_kernels.arguments import check_count
 from cute_kernels.formats.kv import KvFormat
 from cute_kernels.formats.kv.transforms import CacheTransform, check_transforms
 from cute_kernels.kv_cache.cache_checks import checked_scale
@@ -71,18 +70,24 @@ class LayerConstants:
         if layer not in self._given and any(scale is not None for scale in self._scales[layer]):
             raise ValueError(f"layer: got {layer}, whose scales were never given; want set_scales({layer}, ...) before")
 
-    def set_scales(self, layer: int, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
-        """Checks both scales, then copies both into place; see `KVCache.set_scales`."""
-        check_count("layer", layer, 0, self._num_layers - 1)
-        given = {"k_scale": k_scale, "v_scale": v_scale}
-        checked = [
-            checked_scale(name, scale, form, held)
-            for (name, scale), form, held in zip(given.items(), self._formats[layer], self._scales[layer], strict=True)
-        ]
-        for held, scale in zip(self._scales[layer], checked, strict=True):
-            if held is not None and scale is not None:
-                held.copy_(scale.reshape(held.shape))
-        self._given.add(layer)
+    def set_scales(self, given: Mapping[int, Scales]) -> None:
+        """Checks the scales of all given layers, then copies them into place; see `KVCache.set_scales`. given: (K's
+        scale, V's scale) by layer.
+        """
+        checked = {
+            layer: [
+                checked_scale(name, scale, form, held)
+                for name, scale, form, held in zip(
+                    ("k_scale", "v_scale"), scales, self._formats[layer], self._scales[layer], strict=True
+                )
+            ]
+            for layer, scales in given.items()
+        }
+        for layer, scales in checked.items():
+            for held, scale in zip(self._scales[layer], scales, strict=True):
+                if held is not None and scale is not None:
+                    held.copy_(scale.reshape(held.shape))
+            self._given.add(layer)
 
     def checked_transforms(self, name: str, given: object) -> tuple[CacheTransform | None, ...]:
         """Checks transforms, and returns each layer's transform on the device. Raises ValueError if a transform has

@@ -281,6 +281,8 @@ def test_scales_are_asked_for_checked_and_kept_per_layer():
         ({"k_scale": k_scale[:1], "v_scale": v_scale}, "k_scale: got shape \\[1, 64\\], want \\[2, 64\\]"),
         ({"k_scale": k_scale, "v_scale": -v_scale}, "v_scale: got -0.*, want positive finite numbers"),
         ({"k_scale": 0 * k_scale, "v_scale": v_scale}, "k_scale: got 0.0, want positive finite numbers"),
+        ({"k_scale": 1e-60 * k_scale.double(), "v_scale": v_scale}, "k_scale: got 0.0, want positive finite numbers"),
+        ({"k_scale": k_scale, "v_scale": 1e60 * v_scale.double()}, "v_scale: got inf, want positive finite numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.set_scales(0, **wrong)

@@ -116,7 +116,8 @@ def test_bad_updates_are_refused_and_change_nothing():
         (lambda: batch.update("ab", [1, 3]), "num_new_tokens: got 3 for 'b', want at most its 2 tokens"),
         (lambda: batch.update("ab", -1), "num_new_tokens: got -1, want at least 0"),
         (lambda: cache.make_batch(0), "max_batch: got 0, want at least 1"),
+        (lambda: batch.update("a", pad_to=2.0), "pad_to: got 2.0, want an int"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             refused()
     assert batch.seq_ids == ("a", "b") and batch.seq_lens.tolist() == [2, 2]

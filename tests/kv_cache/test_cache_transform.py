@@ -182,6 +182,28 @@ def test_rows_written_otherwise_are_refused():
         ExportedSequence(exported.k, exported.v[:, 1:], exported.keys)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda k: k.float(), TypeError, "k: got dtype torch.float32, want torch.float16, that of the cache"),
+        (lambda k: k[..., :1], ValueError, r"k: got shape \[1, 40, 2, 1\], want \[1, tokens, 2, 64\]"),
+        (lambda k: k[..., :32], ValueError, r"k: got shape \[1, 40, 2, 32\], want \[1, tokens, 2, 64\]"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_rows_that_do_not_fit_the_pages_change_nothing(change, error, message, layout):
+    source, target = (make_cache(cache_layout=layout) for _ in range(2))
+    fill(source, *make_inputs())
+    exported = source.export_sequence("a")
+    with pytest.raises(error, match=message):
+        target.import_sequence("a", ExportedSequence(change(exported.k), exported.v, exported.keys))
+    with pytest.raises(error, match=message.replace("k:", "v:")):
+        target.import_sequence("a", ExportedSequence(exported.k, change(exported.v), exported.keys))
+    with pytest.raises(ValueError, match=r"k: got shape \[1, 40, 1, 64\], want \[1, tokens, 2, 64\]"):
+        target.import_sequence("a", ExportedSequence(exported.k[:, :, :1], exported.v[:, :, :1], exported.keys))
+    assert target.seq_ids == () and target.num_free_pages == 8
+
+
 def test_rows_with_another_scale_are_refused():
     caches = [make_cache(None, "int8_head") for _ in range(2)]
     for cache, scale in zip(caches, (0.02, 0.03), strict=True):
@@ -210,6 +232,7 @@ def test_constants_bring_transforms_and_scales(tmp_path):
     [
         (CacheConstants((None,)), "constants: got 1 transforms, want 2, one for each layer"),
         (CacheConstants((None, None)), "k_scale: got None, want"),
+        (CacheConstants((None, None), ((torch.ones(HEADS), None), (None, None))), "k_scale: got None, want"),
         (
             CacheConstants((CacheTransform(k_center=torch.zeros(1, 64)), None)),
             r"constants\[0\]: k_center: got shape \[1, 64\], want \[2, 64\]",
@@ -218,7 +241,8 @@ def test_constants_bring_transforms_and_scales(tmp_path):
 )
 def test_constants_that_do_not_fit_change_nothing(constants, message):
     cache = make_cache(make_transform(), ("int8_head", "int4_g4"), 2)
-    before = cache.transforms
+    cache.set_scales(0, k_scale=torch.full((HEADS,), 0.5))
+    before = cache.transforms, cache.keys
     with pytest.raises(ValueError, match=message):
         cache.set_constants(constants)
-    assert cache.transforms == before
+    assert (cache.transforms, cache.keys) == before
