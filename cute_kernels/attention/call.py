@@ -387,7 +387,7 @@ def make_extend_call(
     arguments.check_place("cu_seqlens_q", cu_seqlens_q, q.device)
     extend_checks.check_query(q)
     arguments.check_shape("seq_lens", seq_lens, "batch")
-    batch, window_size = seq_lens.shape[0], options.get("window_size")
+    batch = seq_lens.shape[0]
     arguments.check_vector("cu_seqlens_q", cu_seqlens_q, torch.int32, batch + 1, "the batch of seq_lens and one")
     arguments.check_optional_count("num_splits", num_splits, MAX_EXTEND_SPLITS)
     if type(sm_margin) is not int or sm_margin < 0:
@@ -428,7 +428,9 @@ def make_extend_call(
         call,
         q=q,
         cu_seqlens_q=cu_seqlens_q,
-        window=call.window if new is None else window_size,  # new tokens come on top of what the cache has room for
+        window=call.window
+        if new is None
+        else keys_seen(options.get("window_size")),  # new tokens come on top of what the cache has room for
         new=new,
         out=out,
         tree_mask=tree_mask,

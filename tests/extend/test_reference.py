@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,3 +197,12 @@ def test_pages_that_no_query_sees_may_be_any_with_a_window_and_new_tokens():
     call = make_call("bf16", [4], [130], new=True, window_size=1)
     assert not (call.options["block_table"] >= 0).all(), "all are poison"
     assert call.run().isfinite().all()
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize(("pair", "window"), [((6, 0), 7), ([6, 0], 7), ((-1, 0), None), ((-1, -1), None)])
+def test_the_reference_takes_both_forms_of_a_window(pair, window, new):
+    call = make_call("bf16", [4, 20], [30, 20], new=new)
+    want = replace(call, options=call.options | {"window_size": window}).reference()
+    for got, wanted in zip(replace(call, options=call.options | {"window_size": pair}).reference(), want, strict=True):
+        assert torch.equal(got, wanted)
