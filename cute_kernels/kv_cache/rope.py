@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cute_kernels.arguments import check_count, check_flag, check_positive
+from cute_kernels.arguments import check_count, check_flag, check_number, check_positive
 
 TURN = 2 * math.pi
 PHASE_BITS = 64
@@ -144,6 +144,9 @@ class YarnScaling:
         check_count("original_max_position", self.original_max_position, 1)
         if self.attention_factor is not None:
             check_positive("attention_factor", self.attention_factor)
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), least=0)
         check_flag("truncate", self.truncate)
 
     def frequencies(self, rotary_dim: int, theta: float) -> list[float]:
@@ -265,12 +268,12 @@ class Rope:
 
 def _to_text(rope: Rope) -> str:
     """Formats a Rope as a Python literal. It uses formatting alone, so that torch.compile can trace a function that
-    makes a Rope."""
+    makes a Rope. It uses no `repr`, which for NumPy's numbers is no literal."""
     scaling = ""
     if rope.scaling is not None:
-        values = [f"{getattr(rope.scaling, name)!r}, " for name in _FIELDS[type(rope.scaling).__name__]]
+        values = [f"{getattr(rope.scaling, name)}, " for name in _FIELDS[type(rope.scaling).__name__]]
         scaling = f"{type(rope.scaling).__name__!r}, {''.join(values)}"
-    return f"({rope.rotary_dim!r}, {rope.theta!r}, {rope.interleaved!r}, ({scaling}))"
+    return f"({rope.rotary_dim}, {rope.theta}, {rope.interleaved}, ({scaling}))"
 
 
 @functools.lru_cache(maxsize=256)

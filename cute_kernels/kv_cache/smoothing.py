@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from cute_kernels.arguments import check_floating, check_kind, check_shape
+from cute_kernels.arguments import check_all_positive, check_floating, check_kind, check_shape
 
 _LEAST_MAGNITUDE = 1e-5  # of a channel against its head's greatest, so that a dead channel gets a finite factor
 
@@ -116,7 +116,7 @@ def fold(
 
     Raises:
         TypeError: an argument is no floating tensor.
-        ValueError: shapes do not fit, or the factors of a rotated pair differ.
+        ValueError: shapes do not fit, a factor is not positive and finite, or the factors of a rotated pair differ.
     """
     given = {"factors": factors, "q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
     check_floating(**{name: tensor for name, tensor in given.items() if tensor is not None or "bias" not in name})
@@ -124,6 +124,7 @@ def fold(
         check_pairs(factors, rope)
     elif factors.dim() != 2 or not factors.numel():
         raise ValueError(f"factors: got shape {list(factors.shape)}, want [num_kv_heads, head_dim]")
+    check_all_positive("factors", factors)
     columns = factors.numel()
     check_shape("k_weight", k_weight, columns, "hidden_size")
     if q_weight.dim() != 2 or q_weight.shape[0] % columns:

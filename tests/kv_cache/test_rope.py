@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,6 +128,11 @@ def test_a_rope_comes_back_from_its_text(scaling):
     assert rope != Rope(96, 1e6, False, scaling)
 
 
+def test_numbers_of_numpy_come_back_from_a_ropes_text():
+    rope = Rope(96, np.float64(1e6), scaling=LinearScaling(np.float64(2.5)))
+    assert rope_of(rope.text) == rope
+
+
 def test_phase_steps_are_made_once():
     assert Rope(128).phase_steps() is Rope(128).phase_steps("cpu")
     assert Rope(128).phase_steps().dtype == torch.int64
@@ -145,6 +151,13 @@ def test_phase_steps_are_made_once():
 def test_what_makes_no_sense_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Rope(**arguments)
+
+
+@pytest.mark.parametrize("name", ["mscale", "mscale_all_dim"])
+@pytest.mark.parametrize(("value", "error"), [(math.nan, ValueError), (-1.0, ValueError), ("1", TypeError)])
+def test_yarns_factors_of_cosines_are_numbers(name, value, error):
+    with pytest.raises(error, match=f"{name}: got"):
+        YarnScaling(4.0, 4096, **{"mscale": 1.0, "mscale_all_dim": 1.0, name: value})
 
 
 def test_ntk_wants_its_lengths_together():

@@ -163,6 +163,7 @@ def test_weights_keep_their_dtype():
         (lambda k, w: smooth_keys(k, rope=Rotation(66)), ValueError, "rope: got rotary_dim 66"),
         (lambda k, w: smooth_keys(k, rope=Rotation(31)), ValueError, "rope: got rotary_dim 31"),
         (lambda k, w: check_pairs(k, Rotation(64)), ValueError, "factors: got shape"),
+        (lambda k, w: fold(0 * k[0], w, w, rope=None), ValueError, "factors: got 0.0, want positive finite numbers"),
         (lambda k, w: fold(k[0], w[1:], w, rope=None), ValueError, "q_weight: got shape \\[127, 4\\]"),
         (lambda k, w: fold(k[0], w, w[1:], rope=None), ValueError, "k_weight: got shape \\[127, 4\\]"),
         (lambda k, w: fold(k[0], w, w, w[0], rope=None), ValueError, "q_bias: got shape \\[4\\], want \\[128\\]"),
