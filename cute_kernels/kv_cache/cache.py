@@ -25,7 +25,7 @@ import torch
 
 from cute_kernels import attention
 from cute_kernels.arguments import check_count
-from cute_kernels.attention.checks import check_layout
+from cute_kernels.attention.checks import CACHES, check_layout, check_readable
 from cute_kernels.attention.transformed import restore
 from cute_kernels.formats.kv import KvFormat, told_formats
 from cute_kernels.formats.kv.transforms import CacheTransform
@@ -129,7 +129,10 @@ class KVCache:
         self.kv_format = told_formats(kv_format)
         self.layer_formats = layers_formats(self.kv_format, num_layers, dtype)
         keys = self.layer_formats[0][0]
-        check_max_seqs(keys, max_seqs, head_dim)
+        check_max_seqs(keys, max_seqs)
+        for pair in self.layer_formats:
+            for name, form, dim in zip(CACHES, pair, (head_dim, v_head_dim), strict=True):
+                check_readable(name, form, dim)
         self.num_layers, self.num_kv_heads = num_layers, num_kv_heads
         self.head_dims = (head_dim, v_head_dim)
         self.cache_layout, self.dtype = cache_layout, dtype

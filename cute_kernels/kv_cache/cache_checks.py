@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_kernels.arguments import check_all_positive, check_count, check_flag, check_floating, is_one_of
-from cute_kernels.attention.checks import PAGE_SIZES, check_readable
+from cute_kernels.attention.checks import PAGE_SIZES
 from cute_kernels.formats.kv import HEAD_DIMS, KvFormat, check_layers, format_of, format_pair, formats_of_layer
 from cute_kernels.formats.kv.transforms import CacheTransform
 
@@ -67,16 +67,13 @@ def layers_formats(kv_format: object, num_layers: int, dtype: torch.dtype) -> tu
     return found
 
 
-def check_max_seqs(keys: KvFormat, max_seqs: object, head_dim: int) -> None:
-    """Raises ValueError unless ``max_seqs`` is given for keys in blocks and is None for other keys. Also raises
-    ValueError for keys in blocks that attention cannot read at ``head_dim``."""
+def check_max_seqs(keys: KvFormat, max_seqs: object) -> None:
+    """Raises ValueError unless ``max_seqs`` is given for keys in blocks and is None for other keys."""
     if (max_seqs is None) == keys.in_blocks:
         want = "the number of sequences that there may be at a time" if keys.in_blocks else "None"
         raise ValueError(f"max_seqs: got {max_seqs!r}, want {want} for {keys.name} keys")
-    if max_seqs is None:
-        return
-    check_count("max_seqs", max_seqs, 1)
-    check_readable("k_cache", keys, head_dim)
+    if max_seqs is not None:
+        check_count("max_seqs", max_seqs, 1)
 
 
 def is_transformed(layer: int, transform: CacheTransform, given: bool | None, options: dict[str, Any]) -> bool:

@@ -509,6 +509,15 @@ def test_what_cannot_be_accelerated_is_refused_and_left_alone(name, options, err
     assert "generate" not in vars(model) and "forward" not in vars(model)
 
 
+@pytest.mark.parametrize("kv_format", ["int4_g4", ("int8_token_head", "int4_g4"), {0: "bf16", -1: "int8_g4"}])
+def test_formats_that_do_not_exist_for_the_models_heads_are_refused(kv_format):
+    model = DECODERS["llama"].build(torch.bfloat16)
+    model.config.head_dim = 80
+    with pytest.raises(ValueError, match=r"want a format for the model's heads: groups of 20 columns"):
+        ck.accelerate(model, kv_format=kv_format)
+    assert "generate" not in vars(model) and "forward" not in vars(model)
+
+
 def test_models_of_other_kinds_are_refused():
     spread = DECODERS["llama"].build(torch.bfloat16)
     spread.lm_head.to("meta")

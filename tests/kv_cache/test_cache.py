@@ -325,11 +325,17 @@ def test_a_format_without_given_scales_takes_none():
         ({"kv_format": ("bf16",)}, TypeError, "want the name of a format or a pair of names"),
         ({"kv_format": "fp16"}, TypeError, "kv_format: got 'fp16' for a model in torch.bfloat16"),
         ({"dtype": torch.float32}, TypeError, "dtype: got torch.float32"),
+        ({"v_head_dim": 96, "kv_format": {0: "bf16", -1: ("bf16", "int8_g8")}}, ValueError, "got int8_g8 for v_cache"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         make_cache(**options)
+
+
+def test_a_cache_that_attention_could_not_read_is_refused():
+    with pytest.raises(ValueError, match="kv_format: got int4_g4 for k_cache, .* groups of 20 columns"):
+        KVCache(2, 8, 16, HEADS, 80, kv_format="int4_g4")
 
 
 def test_a_stale_batch_and_a_missing_layer_are_refused():

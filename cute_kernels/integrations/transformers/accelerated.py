@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cute_kernels import arguments
+from cute_kernels.attention.tiles import cannot_read
 from cute_kernels.formats.kv import HEAD_DIMS, check_layers, format_of, told_formats
 from cute_kernels.formats.weights import weight_format
 from cute_kernels.gemm import QuantizedLinear
@@ -389,7 +390,8 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
         raise ValueError(f"model: got {name} with cross-attention in layers {crossing}, want kv_format=None for it")
     if _checked_latents(model, kv_format):
         return
-    for head_dim in _head_dims(config) - {*HEAD_DIMS}:
+    head_dims = _head_dims(config)
+    for head_dim in head_dims - {*HEAD_DIMS}:
         wanted = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(f"model: got {name} with head_dim {head_dim}, want one of {wanted}, or kv_format=None")
     check_layers(kv_format, config.num_hidden_layers)
@@ -397,6 +399,9 @@ def _check_cacheable(model: PreTrainedModel, config: Foreign, kv_format: object)
         for form in map(format_of, formats_of_layer(kv_format, layer)):
             if not form.fits(model.dtype):
                 raise TypeError(f"kv_format: got {form.name!r}, want the format of the model's {model.dtype}")
+            reasons = [cannot_read(form, head_dim) for head_dim in head_dims]
+            if reasons and all(reasons):
+                raise ValueError(f"kv_format: got {form.name!r}, want a format for the model's heads: {reasons[0]}")
 
 
 def _caches_for_itself(part: nn.Module) -> bool:
