@@ -58,6 +58,8 @@ class CacheConstants:
         if self.scales and len(self.scales) != len(self.transforms):
             raise ValueError(f"scales: got {len(self.scales)} layers', want {len(self.transforms)}, as of transforms")
         for layer, pair in enumerate(self.scales):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(f"scales[{layer}]: got {pair!r}, want (K's scale, V's scale), each a tensor or None")
             for name, scale in zip(("k_scale", "v_scale"), pair, strict=True):
                 if scale is not None:
                     _check_scale(f"scales[{layer}]: {name}", scale)

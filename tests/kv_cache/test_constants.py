@@ -95,6 +95,9 @@ def test_constants_are_checked_when_they_are_made():
         CacheConstants((None, "rotate"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scales: got 1 layers', want 2"):
         CacheConstants((None, None), ((None, None),))
+    for pair in (None, (torch.ones(2),), torch.ones(2)):
+        with pytest.raises(TypeError, match=r"scales\[0\]: got .*, want \(K's scale, V's scale\)"):
+            CacheConstants((None,), (pair,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"scales\[0\]: k_scale: got dtype torch.float64"):
         CacheConstants((None,), ((torch.ones(2).double(), None),))
     with pytest.raises(TypeError, match="about: got 'tokens': 3, want text"):
