@@ -17,6 +17,7 @@ from layouts.kv.format import (
     bytes_of,
     check_leading,
     check_part,
+    check_positive_int,
     finite,
     reinterpret,
     working_precision,
@@ -195,7 +196,9 @@ class MlaModel1(_MlaToken):
 
     def page_bytes(self, page_size: int, alignment: int = 1) -> int:
         """Returns the bytes of a page of ``page_size`` tokens, rounded up to ``alignment`` (FlashMLA's tests use
-        576)."""
+        576). Both are positive ints."""
+        check_positive_int("page_size", page_size)
+        check_positive_int("alignment", alignment)
         return -(-page_size * self.row_bytes // alignment) * alignment
 
     def to_pages(self, rows: torch.Tensor, alignment: int = 1) -> torch.Tensor:

@@ -291,6 +291,9 @@ def test_bytes_of_a_model1_page():
         (lambda: MlaDense().pack(torch.zeros(512), torch.zeros(64)), TypeError, "latent has dtype"),
         (lambda: MlaModel1().to_pages(torch.zeros(584, dtype=torch.uint8)), ValueError, "page_size"),
         (lambda: MlaModel1().from_pages(torch.zeros(584, dtype=torch.uint8), 2), ValueError, ">= 1168"),
+        (lambda: MlaModel1().from_pages(torch.zeros(584, dtype=torch.uint8), -1), ValueError, "page_size is -1; want"),
+        (lambda: MlaModel1().page_bytes(2.5), TypeError, "page_size is 2.5; want an int"),
+        (lambda: MlaModel1().page_bytes(2, 0), ValueError, "alignment is 0; want a positive int"),
         (lambda: MlaModel1().from_pages(torch.zeros(1168), 2), TypeError, "float32"),
     ],
 )
