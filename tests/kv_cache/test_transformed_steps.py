@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,16 @@ def test_attention_alone_takes_queries_that_nothing_has_transformed_or_their_shi
     torch.compiler.reset()
     compiled = torch.compile(lambda: decode_attention(q, **transformed), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(), out, rtol=2e-2, atol=2e-2)
+
+
+def test_the_first_call_with_a_transform_may_be_a_compiled_one():
+    step = CASES["int4_g4"].step("cpu")
+    append_and_decode(**step)
+    q, options = turned_query(step)
+    transformed: Arguments = {**options, "transform": copy.deepcopy(step["transform"])}
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: decode_attention(q, **transformed), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(), decode_attention(q, **transformed))
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -76,7 +76,8 @@ class CacheTransform:
             )
             self._check_fit(heads, of_k, of_v, first.device)
 
-        _ = self.q_factor, self.out_factor  # made now: not in the midst of a graph's capture
+        # Made now: not in the midst of a graph's capture, nor where torch.compile traces, which takes no locks.
+        _ = self.q_factor, self.out_factor, self.kind
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copied or loaded object from its arguments. Cached properties, such as addresses, are computed
