@@ -96,3 +96,17 @@ def test_options_that_only_one_of_the_calls_has_are_refused_before_anything_runs
     with pytest.raises(TypeError, match=f"{name}: got it as an option of mixed_attention, want one of block_table"):
         mixed_attention(*call.tensors, **call.keywords, num_decodes=1, out=out, **option)
     assert out.isnan().all()
+
+
+def test_it_is_traced_without_graph_breaks():
+    call = make_call("bf16", [1, 1, 20], [40, 7, 30], page_size=16)
+
+    def run():
+        return mixed_attention(*call.tensors, num_decodes=2, return_lse=True, **call.keywords)
+
+    torch.compiler.reset()
+    for got, want in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(), run(), strict=True):
+        assert torch.equal(got, want)
+    call.cu_seqlens_q[1] = 2
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 2, 2\] first, want 0 to 2"):
+        run()
