@@ -31,7 +31,7 @@ TOLERANCE = 1e-2  # hidden activations near the middle of two codes go to either
 
 
 class Case(NamedTuple):
-    """A layer of experts, and the calls that it is tested with."""
+    """A layer of experts, and the calls that it is tested with. down: the format of the second weight, if another."""
 
     form: str
     experts: int
@@ -39,12 +39,19 @@ class Case(NamedTuple):
     inner: int
     topk: int
     tokens: tuple[int, ...]
+    down: str = ""
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        return self.form, self.down or self.form
 
     def forms(self, activations: str | None) -> list[ExpertsForm]:
         """The forms of both products on a CPU."""
-        form, sizes = weight_format(self.form), ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        pads = [padded_shape(size, form.group_size or None)[1] for size in sizes]
-        return [ExpertsForm(self.experts, *sizes[i], pads[i], form, BF16, -1, activations) for i in (0, 1)]
+        forms, found = map(weight_format, self.formats), []
+        for size, form in zip(((2 * self.inner, self.hidden), (self.hidden, self.inner)), forms, strict=True):
+            k_pad = padded_shape(size, form.group_size or None)[1]
+            found.append(ExpertsForm(self.experts, *size, k_pad, form, BF16, -1, activations))
+        return found
 
 
 CASES = {
@@ -55,6 +62,9 @@ CASES = {
     "blocks, sorted": Case("fp8_block", 72, 512, 256, 2, (5, 33)),
     "rows in order of places": Case("mxfp4", 71, 512, 256, 2, (33, 71)),
     "no whole pieces": Case("mxfp4", 8, 260, 132, 2, (1, 8)),
+    "tiles of limbs": Case("w4g128", 71, 512, 384, 2, (33, 71)),
+    "tiles of 16 bits": Case("mxfp8", 16, 512, 256, 4, (33,)),
+    "two formats": Case("fp8_block", 32, 512, 384, 4, (1, 65), "w4g128"),
 }
 CALLS = [(name, tokens) for name, case in CASES.items() for tokens in case.tokens]
 every_call = pytest.mark.parametrize("name, tokens", CALLS)
@@ -94,7 +104,8 @@ def layer(name: str) -> tuple[PackedExperts, PackedExperts]:
     case = CASES[name]
     sizes = (2 * case.inner, case.hidden), (case.hidden, case.inner)
     gate_up, down = (
-        quantize_experts(numbers(case.experts, n, k, seed=n) * k**-0.5, format=case.form, dtype=BF16) for n, k in sizes
+        quantize_experts(numbers(case.experts, n, k, seed=n) * k**-0.5, format=form, dtype=BF16)
+        for (n, k), form in zip(sizes, case.formats, strict=True)
     )
     return gate_up, down
 

@@ -56,9 +56,11 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
     index, vector, num_experts = form.device_index, ALIGNMENT // form.dtype.itemsize, form.num_experts
     with GPU.guard(call.x.device):
         product = product_of(places, form, call.batch_invariant, activation)
-        # What lays rows of x in the order of the places, where the product does not take them by index.
-        gather = gathering(places, form) if call.rows is not None and not product.gathers else None
-        round_x = rounding(len(call.x), places, form, call.batch_invariant)
+        # A rounding of fewer rows than x has takes them by index, like the launch that lays them in the places' order.
+        picks = call.rows is not None and places < len(call.x)
+        round_x = rounding(places if picks else len(call.x), places, form, call.batch_invariant)
+        picks &= round_x is not None
+        gather = gathering(places, form) if call.rows is not None and not (product.gathers or picks) else None
         send = product.bound(form.n, activation, out_dtype)
     new_out = blank((places, out_features(form.n, activation)), out_dtype)
     pads = bool(form.k % vector)
@@ -70,14 +72,16 @@ def grouped_plan(call: GroupedCall) -> Plan[[GroupedCall], torch.Tensor] | None:
         x = contiguous(x)
         if pads or x.data_ptr() % ALIGNMENT:
             x = aligned(x)
-        if round_x is not None:
-            x, _ = round_x.make(x)
         out = GPU.empty(*new_out) if call.out is None else call.out
         if offsets.data_ptr() % ALIGNMENT:  # work ranges read those of four experts at a time
             offsets = offsets.clone()
         first, rows = offsets.data_ptr(), 0 if call.rows is None else call.rows.data_ptr()
+        end = first + 4 * num_experts
+        if round_x is not None:
+            x, _ = round_x.make(x, end=end, rows=rows) if picks else round_x.make(x)
+            rows = 0 if picks else rows
         if gather is not None:
-            x = gather.make(x, end=first + 4 * num_experts, numbers=rows)
+            x = gather.make(x, end=end, numbers=rows)
         send(
             x=x, codes=weight.codes, scales=weight.scales, zeros=weight.zeros, bias=call.bias, out=out.data_ptr(),
             offsets=first, rows=rows,
