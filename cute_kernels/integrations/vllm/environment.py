@@ -24,10 +24,8 @@ VLLMS_PLUGINS = "VLLM_PLUGINS"
 """vLLM's environment variable with the plug-ins that it loads; all if it is unset."""
 PLUGIN = "cute_kernels"
 """The name of this package's plug-in in vLLM's variable."""
-SEAMS = ("linear", "attention", "moe", "mla", "fusion")
-"""Seams that "1" asks for, in the order in which they are replaced."""
-BY_NAME = ("float_linear",)
-"""Seams that only a list of names asks for; "1" does not."""
+SEAMS = ("linear", "attention", "moe", "mla", "fusion", "float_linear")
+"""The seams, in the order in which they are replaced. "1" asks for all of them."""
 
 
 def switch() -> str:
@@ -47,10 +45,9 @@ def wanted_seams() -> tuple[str, ...]:
     if text == "1":
         return SEAMS
     names = [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in (*SEAMS, *BY_NAME)]
-    if unknown:
-        raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join((*SEAMS, *BY_NAME))}")
-    return tuple(seam for seam in (*SEAMS, *BY_NAME) if seam in names)
+    if not {*names} <= {*SEAMS}:
+        raise ValueError(f"{SWITCH}: got {text!r}, want 0, 1 or a list of {', '.join(SEAMS)}")
+    return tuple(seam for seam in SEAMS if seam in names)
 
 
 def is_loaded() -> bool:

@@ -1,4 +1,4 @@
-"""Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights. The user must ask for this seam by name.
+"""Linear layers of vLLM with FP8, MXFP4 or NVFP4 weights.
 
 A method of vLLM passes loaded weights to the kernel that it chose. In this module, the weights are packed instead, and
 the products of this module become the method's kernel. Each part of a fused layer keeps its own scale; vLLM keeps only
@@ -118,7 +118,13 @@ def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for layers with floating codes use `FloatProducts`. Returns a line for the log."""
+    """Makes vLLM's methods for layers with floating codes use `FloatProducts`. Returns a line for the log.
+
+    Raises:
+        AttributeError: this vLLM is too old.
+    """
+    if not interface.float_linear:
+        raise AttributeError("layers with floating codes have no kernel to replace before vLLM 0.30")
     for module, name, *how in interface.float_linear:
         made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, *how))
         replace_once(module, f"{name}.process_weights_after_loading", made)

@@ -30,7 +30,8 @@ class Interface:
         mla_layer: the module and class of latent attention layers.
         expert_methods: the modules and classes of the methods of expert layers.
         float_linear: for linear layers in FP8, MXFP4 and NVFP4: the module and the class of the method, the attribute
-            that multiplies, and the attribute with the dtype that activations are rounded to ("" for none).
+            that multiplies, and the attribute with the dtype that activations are rounded to ("" for none). Empty for
+            versions whose methods have no such attribute.
         mla_backends: the modules and classes of the backends whose decoding of MLA is replaced.
         mla_gives_lse: whether the bf16 kernel of chosen tokens returns (rows, log-sum-exps) instead of only rows.
         pass_manager: the module and class that chooses the passes over a traced model.
@@ -70,6 +71,7 @@ INTERFACES = {
     (0, 26): Interface(
         "served on an H200, interface tests",
         expert_methods=((_OLD_EXPERTS, "CompressedTensorsWNA16MarlinMoEMethod"), *AUTO_EXPERTS),
+        float_linear=(),
         mla_gives_lse=False,
     ),
     **{(0, minor): Interface("interface tests") for minor in (30, 31, 32)},

@@ -218,7 +218,7 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
         return
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
-    from cute_kernels.integrations.vllm import float_linear
+    from cute_kernels.integrations.vllm import environment, float_linear
 
     def reason(method: Any, layer: Any) -> str:
         before, key = kernel_of(method), hasattr(layer, "_input_quant_key")
@@ -227,7 +227,8 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
         return found
 
     method, layer, _ = made("ct mxfp4", torch.float16)
-    assert "CUTE_KERNELS_VLLM=" in reason(method, layer)
+    with mock.patch.dict(os.environ, {environment.SWITCH: "linear", environment.KV_FORMAT: ""}):
+        assert "CUTE_KERNELS_VLLM=" in reason(method, layer)
     with wanted(), named():
         assert "mxfp4 weights for activations in torch.float16" in reason(method, layer)
         method, layer, _ = made("ct mxfp4")
@@ -308,7 +309,7 @@ def rows_of_gates_and_ups_come_in_turn_in_every_float_format() -> None:
 def the_switch_of_activations_is_refused_where_nobody_looks_at_it() -> None:
     from cute_kernels.integrations.vllm import doctor, environment, versions
 
-    for seams, text in (("float_linear", "8bit"), ("1", "16bit"), ("linear,moe", "16bit")):
+    for seams, text in (("float_linear", "8bit"), ("1", "8bit"), ("linear,moe", "16bit")):
         with (
             mock.patch.dict(
                 os.environ, {environment.SWITCH: seams, environment.ACTIVATIONS: text, environment.KV_FORMAT: ""}
