@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cute_kernels.formats.weights import NVFP4
 from tests.gpu.vllm_scenarios import (
     BLOCK,
     CONFIG,
+    FP4,
     GRAPHS,
     GROUP,
     MAX_MODEL_LEN,
@@ -44,6 +46,7 @@ from tests.gpu.vllm_scenarios import (
 )
 
 NEW_TOKENS = 24
+FP4_PACKING = FP4["quantization_config"]["format"]
 
 
 def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -67,10 +70,33 @@ def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     }
 
 
-def quantised(name: str, weight: Any) -> dict[str, Any]:
-    """The tensors of a layer that compressed-tensors packs: 4 bits a weight, a scale for each group."""
+def quantised_fp4(name: str, weight: Any) -> dict[str, Any]:
+    """The tensors of a layer in NVFP4 as compressed-tensors packs it: a weight is a code's number, times the scale of
+    its group, over the scale of all."""
     import torch
 
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = weight.float().unflatten(1, (-1, NVFP4.group_size))
+    largest = groups.abs().amax(-1)
+    second = 6 * 448 / largest.max()
+    scales = (largest / 6 * second).to(torch.float8_e4m3fn)
+    exact = groups * second / scales.float().unsqueeze(-1)
+    codes = (exact.abs().unsqueeze(-1) - numbers).abs().argmin(-1) + 8 * (exact < 0)
+    low, high = codes.flatten(1).unflatten(1, (-1, 2)).to(torch.uint8).unbind(-1)
+    return {
+        f"{name}.weight_packed": low | high << 4,
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_global_scale": second.reshape(1),
+    }
+
+
+def quantised(name: str, weight: Any, packing: str) -> dict[str, Any]:
+    """The tensors of a layer that compressed-tensors packs: 4 bits a weight, a scale for each group. packing: the
+    format that a checkpoint names."""
+    import torch
+
+    if packing == FP4_PACKING:
+        return quantised_fp4(name, weight)
     groups = weight.float().unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 7
     codes = (groups / scales).round().clamp(-8, 7).long().flatten(1) + 8
@@ -123,7 +149,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
             tensors[f"{layer}.self_attn.kv_a_layernorm.weight"] = torch.ones(config["kv_lora_rank"]).half()
     if "quantization_config" in config:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            tensors |= quantised(name.removesuffix(".weight"), tensors.pop(name))
+            tensors |= quantised(
+                name.removesuffix(".weight"), tensors.pop(name), config["quantization_config"]["format"]
+            )
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -338,6 +366,7 @@ def run(scenario: Scenario, folder: Path, keep: Callable[[dict[str, Any]], None]
         fused = sorted(line for line in seams.said if "gates and" in line)
         ahead = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
         about = {"ranks": len(ranks), "replaced": replaced, "fused": fused, "ahead": ahead}
+        about["floats"] = any("NVFP4 layers run here" in line for line in seams.said)
         about["plans_around_norms"] = deferred.deferred_product_of.cache_info().currsize
         about["plans_of_layers"] = sum(bool(one.products) for one in layer_call._layer.plans.values())
         keep({**found, **kinds, **about})

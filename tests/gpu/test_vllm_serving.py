@@ -322,6 +322,17 @@ def test_norms_that_products_leave_to_the_next_ones_give_what_launches_give(serv
     check(Bound(0.032, 0.08, 0.2), fused, plain, "w4-bf16-fused")
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-fused"])
+@families("floats")
+def test_layers_in_nvfp4_give_the_tokens_of_vllms_marlin(served: Served, name: str):
+    ours, theirs = served(name, "floats"), served("theirs", "floats")
+    assert ours["floats"] and not theirs["floats"]
+    is_fused = name.endswith("fused")
+    assert any("1 gates and 2 residual sums" in line for line in ours["fused"]) is is_fused
+    assert (ours["plans_around_norms"] > 0) is is_fused
+    check(Bound(0.032, 0.08, 0.2), ours, theirs, f"floats.{name}")
+
+
 @pytest.mark.parametrize("name", ["ours", "in-code"])
 @families("experts")
 def test_routers_in_one_launch_give_what_vllms_give(served: Served, name: str):

@@ -24,7 +24,7 @@ import torch
 
 from bench.e2e_cases import SEVERAL_GPUS
 from cute_kernels.formats.kv import LayerFormats, format_pair
-from cute_kernels.formats.weights import integers
+from cute_kernels.formats.weights import NVFP4, integers
 from cute_kernels.gemm.experts.call import MAX_TOKENS
 from cute_kernels.gemm.experts.router.compile import RouterSpec
 from cute_kernels.gemm.experts.router.config import TILE_TOKENS, RouterConfig, lane_experts_of
@@ -136,6 +136,27 @@ W4 = {
 """Changes to CONFIG that make 4-bit weights of it."""
 W4_BF16 = {**W4, "torch_dtype": "bfloat16"}
 """The same in bf16, in which products leave norms to the next ones."""
+FP4 = {
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "symmetric": True,
+                    "strategy": "tensor_group",
+                    "group_size": NVFP4.group_size,
+                },
+            }
+        },
+    },
+}
+"""Changes to CONFIG that make NVFP4 weights of it."""
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -280,6 +301,11 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
     "fused": {
         "w4-fused": Scenario(kv_format="fp16", model=W4, engine=COMPILED),
         "w4-bf16-fused": Scenario(kv_format="bf16", model=W4_BF16, engine=COMPILED),
+    },
+    "floats": {
+        "theirs": Scenario(model=FP4, engine={"linear_backend": "marlin"}),
+        "nvfp4": Scenario(model=FP4),
+        "nvfp4-fused": Scenario(model=FP4, engine=COMPILED),
     },
     "engines": {
         "long": Scenario(kv_format="int4_g4", what="serve_long", tokens=16384),
@@ -438,8 +464,8 @@ def _fused_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
         (hidden, middle): GIVES,
     }
     for (n, k), kind in sides.items():
-        yield from specs_beside_norm(LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[dtype]), rows, kind)
-    if any(map(serves_rows, rows)):
+        yield from specs_beside_norm(_problem(scenario, n, k), rows, kind)
+    if scenario.model != FP4 and any(map(serves_rows, rows)):
         yield from (GemmSpec(one) for one in configs_for(max(hidden, middle))[:1])
 
 
@@ -452,9 +478,14 @@ def _linear_kernels(scenario: Scenario) -> Iterator[KernelSpec]:
         shapes |= {(2 * middle, hidden), (hidden, middle)}
     rows = _rows(scenario)
     for n, k in sorted(shapes):
-        problem = LinearProblem(1, n, k, k, integers(4, GROUP), DTYPES[_dtype(scenario)])
         for m in rows:
-            yield from prepare.specs_for(problem, m)
+            yield from prepare.specs_for(_problem(scenario, n, k), m)
+
+
+def _problem(scenario: Scenario, n: int, k: int) -> LinearProblem:
+    """The product of a layer with one row of x."""
+    form = NVFP4 if scenario.model == FP4 else integers(4, GROUP)
+    return LinearProblem(1, n, k, k, form, DTYPES[_dtype(scenario)])
 
 
 def _rows(scenario: Scenario) -> list[int]:
