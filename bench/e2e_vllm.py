@@ -30,6 +30,7 @@ from bench.record import Recorder
 from bench.report import in_markdown
 from bench.step_kernels import by_part, profile_step
 from bench.turns import Turn, in_turns
+from cute_kernels.integrations.vllm.environment import SEAMS
 
 NEW_TOKENS = 64
 TURNS = 3
@@ -177,7 +178,7 @@ def markdown(record: dict[str, Any]) -> str:
         model += f" on {rows[0]['gpus']} GPUs" if rows[0].get("gpus", 1) > 1 else ""
         own = min((row["tpot_ms"] for row in rows if row["plugin"] == "off"), default=None)
         for row in rows:
-            served = {"off": name, "on": "plugin"}.get(row["plugin"], f"plugin, {row['plugin']} alone")
+            served = name if row["plugin"] == "off" else _plugin_of(row["plugin"])
             weights = {"w4": "W4", "w8": "W8"}.get(row["weights"], row["weights"])
             gain = "" if own is None or row["plugin"] == "off" else f"{own / row['tpot_ms']:.2f}"
             pages = f" in pages of {row['block_size']}" if row.get("block_size") else ""
@@ -194,6 +195,13 @@ def markdown(record: dict[str, Any]) -> str:
         "fit: tokens that the cache has room for."
     )
     return in_markdown(record, head, lines, about)
+
+
+def _plugin_of(seams: str) -> str:
+    """What served a row by these seams, as a case names them."""
+    named = seams.split(",")
+    bits = ", activations in 16 bits" if "float_linear" in named else ""
+    return f"plugin{bits}" if seams == "on" or {*named} == {*SEAMS} else f"plugin, {seams} alone{bits}"
 
 
 def step_markdown(record: dict[str, Any]) -> str:

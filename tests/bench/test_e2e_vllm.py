@@ -342,6 +342,8 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
         row("llama3-8b:w4:fp8:off", 32, 10.0),
         row("llama3-8b:w4:auto:off", 32, 12.0),
         row("llama3-8b:w4:fp8:linear", 32, 8.0),
+        row("llama3-8b:w4:fp8:float_linear", 32, 8.5),
+        row("llama3-8b:w4:fp8:float_linear+fusion+mla+moe+attention+linear", 32, 4.0),
     ]
     record = {"schema": SCHEMA, "kind": "e2e", "environment": environment, "rows": rows, "failures": []}
     path = tmp_path / "record.json"
@@ -351,6 +353,8 @@ def test_the_table_compares_with_the_best_of_vllm(tmp_path: Path, capsys):
     assert lines[2].startswith("| Llama-3-8B | 32 | vLLM | W4, fp8 | 10.00 | 3200 |  |")
     assert any("plugin | W4, int4_g4 | 5.00 | 6400 | 2.00 |" in line for line in lines)
     assert any("plugin, linear alone | W4, fp8 | 8.00 | 4000 | 1.25 |" in line for line in lines)
+    assert any("plugin, float_linear alone, activations in 16 bits | W4, fp8 | 8.50 |" in line for line in lines)
+    assert any("plugin, activations in 16 bits | W4, fp8 | 4.00 | 8000 | 2.50 |" in line for line in lines)
     assert "plugin" in e2e_vllm.text(record) or "on" in e2e_vllm.text(record)
 
 
