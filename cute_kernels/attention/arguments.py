@@ -2,16 +2,16 @@
 
 Decode attention (`decode_arguments`) takes these tensors. q: [batch, q_len, num_q_heads, head_dim], the first two
 strides free. out: [batch, q_len, num_q_heads, v_head_dim]. Caches: [blocks, tokens, num_kv_heads, row], or [blocks,
-num_kv_heads, tokens, row] if they are head-major; 8-bit codes as bytes, all strides free but that of a row's elements.
-A block is a page with ``block_table``, else a request. seq_lens: int32 [batch]. The other arguments are addresses and
-integers, which take the host less time than tensors:
+num_kv_heads, tokens, row] if they are head-major. 8-bit codes are passed as bytes. Rows are contiguous; other strides
+are free. With ``block_table`` a block is a page, without it a request's tokens. seq_lens: int32 [batch]. The other
+arguments are addresses and integers, which take the host less time than tensors:
 
     lse                  fp32 [batch, q_len, num_q_heads], written if bit 0 of ``mode`` is set
-    workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim] (unnormalised values, then for
-                         every 4 their maximum in powers of 2 and their sum); a launch finds every word EMPTY, and
-                         leaves it so
-    k_scale, v_scale     fp32 scales beside the cache, ``*_scale_stride`` elements from a KV head's to the next head's
-                         (0: one for all heads); a head's column scales are contiguous, aligned to 16 bytes
+    workspace            fp32 [batch, num_splits, q_len, num_q_heads, 3/2 v_head_dim]: v_head_dim unnormalised
+                         outputs, then for every 4 of them a copy of the split's softmax maximum (an exponent of 2) and
+                         sum. A launch finds every word EMPTY, and leaves it so
+    k_scale, v_scale     fp32 scales beside the cache, those of successive KV heads ``*_scale_stride`` elements apart
+                         (0: one scale for all heads); a head's column scales are contiguous, aligned to 16 bytes
     mode                 bit 0: write lse; bit 1: leave the partial results of all splits in the workspace; bits from 8
                          on: log2 of the most CTAs that may combine a row
     more_rows            rows of CTAs beyond the batch, so that there is a CTA for each range
@@ -36,8 +36,8 @@ integers, which take the host less time than tensors:
 Then the tensors of registered options, see :mod:`cute_kernels.formats.scores`.
 
 Extend attention (`extend_arguments`) takes these tensors. q, out: [total_q, num_q_heads, head_dim], q's first stride
-free. Caches: as above, or one block of all tokens if they are ragged. cu_seqlens: int32 [batch + 1]. seq_lens: int32
-[batch]; ragged [batch + 1], where each request's keys begin. Arguments that are not listed are as above:
+free. Caches: as above; ragged K and V are one block of all tokens. cu_seqlens: int32 [batch + 1]. seq_lens: int32
+[batch]; with ragged K and V [batch + 1], where each request's keys begin. Arguments that are not listed are as above:
 
     lse                  fp32 [total_q, num_q_heads], or 0
     other_out, other_lse a result to merge with, shaped as out and lse

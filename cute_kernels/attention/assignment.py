@@ -67,7 +67,7 @@ class Range:
     ahead: Int32
 
     def has_more(self):
-        """Returns whether the range begins in a row before the current one."""
+        """Returns whether the range begins in a row before the current row."""
         return self.ahead > 0
 
     def uniform(self) -> Range:
@@ -108,8 +108,8 @@ class Assigner:
         return (requests.batch + (WARP_THREADS - 1)) // WARP_THREADS
 
     def fetch_first_length(self, requests, lane: Int32):
-        """Starts loading the first length that a lane reads in `tiles_per_range`. The load also brings the following
-        lengths into the caches."""
+        """Starts loading the length that a lane reads first in `tiles_per_range`. The load also brings the next
+        requests' lengths into L1 and L2."""
         return self.fetch_length(requests, cutlass.min(lane * self.rows_of_lane(requests), requests.batch - 1))
 
     @cute.jit

@@ -191,8 +191,8 @@ class AttentionCall:
         )
 
     def in_pages(self) -> AttentionCall:
-        """Returns this call, which has chosen blocks, with the sizes that kernels take. ``max_seq_len`` becomes the
-        number of tokens that a block list has room for.
+        """Returns a call over chosen blocks with the sizes that kernels take. ``max_seq_len`` becomes the number of
+        tokens that a block list has room for.
 
         Without a block table, ``page_size`` becomes the number of tokens of a block: kernels take the blocks of a
         contiguous cache as pages.

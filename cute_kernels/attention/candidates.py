@@ -60,15 +60,16 @@ def candidate_configs(problem: AttentionProblem) -> list[DecodeConfig]:
 
 
 def _cta_counts(problem: AttentionProblem, contiguous: bool) -> tuple[int, ...]:
-    """Returns the numbers of CTAs on an SM that are worth a try."""
+    """Returns the numbers of CTAs per SM to consider. contiguous: whether the rows that a CTA reads have no gaps
+    between them, or tensor maps load them."""
     if _borrows_registers(problem):
         return (1,)
     return (1, 2, MOST_CTAS) if contiguous else (2,)
 
 
 def _row_copy(problem: AttentionProblem, names: tuple[str, str], heads: int, most: int) -> str:
-    """Returns the way in which a CTA loads rows with headers: "bulk", "map" or "word". heads: number of KV heads of the
-    CTA, 0 for "word". most: the largest number of KV heads that a CTA has room for.
+    """Returns how a CTA loads rows with headers: "bulk", "map" or "word", as in `CacheLoad.copy`. heads: number of KV
+    heads of the CTA; 0 for one head by "word". most: the largest number of KV heads that a CTA has room for.
     """
     if not heads:
         return "word"
@@ -87,14 +88,16 @@ def _maps_fit(problem: AttentionProblem, names: tuple[str, str], heads: int) -> 
 
 
 def _heads_of_a_cta(problem: AttentionProblem, names: tuple[str, str], num_query_blocks: int) -> list[tuple[int, str]]:
-    """Returns pairs (number of KV heads of a CTA, way in which it loads rows with headers), largest number first. 0
-    stands for one head whose rows are copied by words.
+    """Returns pairs (number of KV heads of a CTA, how it loads rows with headers), largest number first. 0 stands for
+    one head whose rows are copied by words.
 
-    If CTAs take fewer heads than they have room for, the same number of CTAs cuts each row into fewer parts. Fewer
-    heads are worth considering for INT4 with more queries than one block: parts are large, and each CTA has much to
-    multiply. They are also worth considering for one block of queries of few requests, whose time goes into start-up
-    and partial results. If each head has pages of its own, a CTA takes one head. A tensor map loads the head's rows if
-    they are not contiguous.
+    A CTA may take fewer heads than it has room for. The same number of CTAs then cuts each row into fewer, longer
+    parts. This is considered for INT4 with more than one block of queries, where each CTA has much to multiply. It is
+    also considered for few requests with one block of queries, where start-up and partial results take most of the
+    time.
+
+    If each head has pages of its own, a CTA takes one head. A tensor map loads the head's rows if they are not
+    contiguous.
     """
     most = row_heads(problem, names, num_query_blocks) if problem.aligned else 0
     forms = [format_of(name) for name in names]
@@ -160,8 +163,8 @@ def query_blocks(problem: AttentionProblem) -> tuple[int, int]:
 def _groups(form: KvFormat) -> int:
     """Returns the number of groups of a row, for estimates of registers.
 
-    Keys in blocks count as at least four groups, because their scales multiply the queries. With four groups, the
-    registers of an SM suffice for one CTA with two blocks of queries a warp, and for none with four blocks.
+    Keys in blocks count as at least four groups, because their scales multiply the queries. With four groups, a warp
+    can have two blocks of queries if an SM has one CTA. It never has registers for four blocks.
     """
     return max(form.num_groups, 4 if form.in_blocks else 1)
 
@@ -253,8 +256,8 @@ def row_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
     One CTA to an SM is fastest for few long rows; it has 8 warps (4 for head_dim 512). Two or four CTAs are faster for
     many rows, since the beginning of one overlaps with the end of another. They have shorter rings, and as few warps as
-    the registers require: two CTAs of 8 warps and a producer leave 96 registers to a thread. That is enough for one
-    kind of codes with one group.
+    the registers require: two CTAs of 8 warps and a producer leave 96 registers to a thread. 96 are enough if K and V
+    have the same kind of codes, with one group a row.
     """
     costs, groups = costs_of(base.formats), max(_groups(form) for form in base.formats)
     int4, roles = costs == {"int4"}, base.num_roles
@@ -289,8 +292,8 @@ def bare_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
-    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512), and the largest tiles of which shared
-    memory holds three. If queries lie in shared memory as well, it needs room for only two tiles.
+    """Returns ``base`` with 8 consumer warps to an SM (4 for head_dim 512). Tiles are as large as possible while shared
+    memory has room for three, or for two if it also holds the queries.
     """
     target = _target_warps(*base.head_dims)
     ctas_per_sm = 1 if target == WIDE_WARPS else ctas_per_sm
@@ -311,8 +314,8 @@ def _byte_config(base: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
 
 
 def _takes_one_block(config: DecodeConfig) -> bool:
-    """Returns whether a warp takes one block of tokens from a tile, because it has no registers for the queries of a
-    second block.
+    """Returns whether a warp processes only one block of tokens of each tile, because a second block would take too
+    many registers.
 
     With two blocks of queries and eight groups, one block of tokens causes 18 spills in the loop, two cause 88.
     """

@@ -264,8 +264,8 @@ def check_bias(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> tuple[in
 
 
 def check_absent(beside: str, why: str, options: Mapping[str, object]) -> None:
-    """Raises ValueError if any of ``options`` has a value, as the argument ``beside`` excludes them. why: the end of
-    the message.
+    """Raises ValueError if any of ``options`` is not None. beside: the argument of the call that excludes them, for the
+    message. why: the reason, with which the message ends.
     """
     for name, value in options.items():
         if value is not None:

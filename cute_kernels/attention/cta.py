@@ -160,7 +160,8 @@ class DecodeSizes:
 class Place:
     """The first KV head and the first row of queries of a CTA, in any request; run-time integers.
 
-    A KV head's queries are ``rows``: row i is head i modulo group at query position i // group.
+    A KV head's rows of queries are ordered by query position, then by the head within its group of query heads: ``row =
+    position * group + head``.
     """
 
     shape: DecodeSizes
@@ -216,7 +217,8 @@ class Work:
         return Work(self.place, *(cute.arch.make_warp_uniform(number) for number in numbers))
 
     def query_row(self, config: DecodeConfig, r):
-        """Returns row r of the CTA's queries: (index in [q_len, num_q_heads], query head, whether it exists)."""
+        """Returns, for row r of the CTA's queries, (index in [q_len, num_q_heads], query head, whether the row
+        exists)."""
         place, shape = self.place, self.place.shape
         role = r // config.warp_queries
         row = place.first_row + role // config.mainloop.num_heads * config.warp_queries + r % config.warp_queries
@@ -224,10 +226,12 @@ class Work:
         return query * shape.num_q_heads + head, head, row < shape.group * shape.q_len
 
     def output_row(self, query_row):
-        """Returns the row of out, [batch * q_len * num_q_heads, v_head_dim], for a query row of the request."""
+        """Returns the index of the row of out [batch * q_len * num_q_heads, v_head_dim] for ``query_row``, an index in
+        [q_len, num_q_heads] of the request."""
         return Int64(self.request) * (self.place.shape.q_len * self.place.shape.num_q_heads) + query_row
 
     def partial_row(self, query_row, part):
-        """Returns the row of the workspace for the partial result of a query row in part ``part``."""
+        """Returns the index of the workspace's row for part ``part``'s partial result of ``query_row``, an index in
+        [q_len, num_q_heads]."""
         rows = self.place.shape.q_len * self.place.shape.num_q_heads
         return Int64(self.first_unit + part) * rows + query_row

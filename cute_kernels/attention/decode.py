@@ -130,7 +130,7 @@ def decode_attention(
             page_size, row].
         k_scale, v_scale: fp32, for formats with a scale beside the cache: [] or [1] ("..._tensor"), [num_kv_heads] or
             [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns contiguous and
-            aligned to 16 bytes). Positive and finite; values are checked as lengths are.
+            aligned to 16 bytes). Positive and finite; values are checked where lengths are (see Raises).
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position. It makes no difference if q_len is 1.
         window_size: sliding window: a query sees only keys with p - window_size < j <= p, as transformers counts its
@@ -148,19 +148,19 @@ def decode_attention(
         num_splits: the number of parts into which each request's tokens are cut. Default: chosen for the shapes (see
             :mod:`cute_kernels.attention.decode_schedule`). If given, a request's result does not depend on the rest of
             the batch.
-        transform: the transform that the cache was written with. q is then untransformed (after RoPE), and the result
-            is that over the untransformed V. It takes a dozen launches of PyTorch's operations; the append of
-            `append_and_decode` does the same without them. Not together with q_shift.
-        q_shift: fp32 [batch, q_len, num_q_heads], contiguous, for a q that `append_kv` with a ``transform`` returned:
-            the ``q_shift`` that it wrote. The result is over V as the cache has it; ``transform.restore(out)`` undoes
-            V's part. The shift matters only for a soft cap, sinks, score_options and the log-sum-exp.
+        transform: the transform that the cache was written with. Pass q after RoPE, but not transformed; V's transform
+            is undone in the result. Transforming takes a dozen launches of PyTorch's operations. `append_and_decode`
+            needs none of them, since its append transforms q. Not together with q_shift.
+        q_shift: fp32 [batch, q_len, num_q_heads], contiguous: what `append_kv` wrote to its ``q_shift`` when it
+            transformed this q. The result is then that of the transformed V; ``transform.restore(out)`` undoes V's
+            part. The shift matters only for a soft cap, sinks, score_options and the log-sum-exp.
         k_tail: fp16 [slots, 64, num_kv_heads, head_dim], contiguous, for keys in blocks ("int4_channel32"): the keys
             whose block of 32 tokens is not full yet, position p in row p % 64, as `append_kv` writes them. Pages then
             hold a multiple of 32 tokens.
         tail_slots: int32 [batch], each request's slot of k_tail. Read on the device and not checked there.
-        tree_mask: int32 [batch, q_len, words]: the request's own queries that each query sees, as
-            :func:`cute_kernels.extend_attention` takes it. That function computes such calls, and options that it does
-            not have are refused.
+        tree_mask: int32 [batch, q_len, words], which of its request's last q_len tokens each query sees, in bits as for
+            :func:`cute_kernels.extend_attention`. `extend_attention` computes such calls; options that it does not have
+            are refused.
         score_options: tensors, by the names of options that :func:`cute_kernels.formats.scores.register` has
             registered. They act on scores after ``attn_bias``, in the order of their registration. Not with a
             tree_mask.

@@ -177,7 +177,8 @@ class DecodeConfig:
 
     @property
     def columns(self) -> int:
-        """Number of query heads of a lane: columns of the accumulators, two per block of queries."""
+        """Number of columns of a lane's accumulators, two per block of queries. Each column belongs to one query
+        head."""
         return 2 * self.mainloop.blocks_per_warp
 
     @property
@@ -245,7 +246,7 @@ class DecodeConfig:
     @property
     def partial_words(self) -> int:
         """Number of words of workspace that one split's partial result of one query head takes. Every 4 columns of V
-        take 6 words: the 4 columns' sums, and the split's maximum and sum.
+        take 6 words: 4 unnormalised outputs, and a copy of the split's softmax maximum and sum.
         """
         return self.v_head_dim + self.v_head_dim // 2
 

@@ -92,9 +92,9 @@ def ranges_of(places: int, head_blocks: int) -> int:
     """Returns the number of ranges into which the tiles of all requests are cut. Each head block has a CTA for each
     range.
 
-    The CTAs take the smallest number of waves that keeps the fraction `WELL_FILLED` of the GPU busy. If no number up to
-    `MOST_WAVES` does, they take the number that keeps most of the GPU busy. places: number of CTAs that the GPU holds
-    at a time.
+    There are as many ranges as fit the smallest number of waves of CTAs in which the fraction `WELL_FILLED` of the GPU
+    is busy. If no number up to `MOST_WAVES` reaches this fraction, the best one is taken. places: number of CTAs that
+    the GPU holds at a time.
     """
     counts = [max(1, waves * places // head_blocks) for waves in range(1, MOST_WAVES + 1)]
     busy = {count: count * head_blocks / (-(-count * head_blocks // places) * places) for count in counts}

@@ -125,9 +125,9 @@ def extend_attention(
             80, 96, 128, 192, 256 or 512. A query's heads are contiguous. Queries may be any multiple of 16 bytes apart,
             as in the result of a fused projection.
         k_cache, v_cache: rows in ``kv_format``. Without a block table [batch, max_seq_len, num_kv_heads, row], with one
-            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are free as those
-            of `decode_attention` are: K and V may be views of one tensor. num_kv_heads divides num_q_heads,
-            and query head h reads KV head h // (num_q_heads // num_kv_heads).
+            [num_pages, page_size, num_kv_heads, row]; page_size a multiple of 16 up to 256. Strides are as free as for
+            `decode_attention`, so K and V may be views of one tensor. num_kv_heads divides num_q_heads, and query head
+            h reads KV head h // (num_q_heads // num_kv_heads).
         seq_lens: int32 [batch], the tokens of each request in the cache, the queries' own included.
         cu_seqlens_q: int32 [batch + 1], from 0 on: request b has queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1,
             and may have none. It is read on the device, as seq_lens is: one captured CUDA graph serves changing
@@ -141,7 +141,7 @@ def extend_attention(
             page_size, row].
         k_scale, v_scale: fp32, for formats with a scale beside the cache: [] or [1] ("..._tensor"), [num_kv_heads] or
             [num_kv_heads, 1] ("..._head"), [num_kv_heads, head_dim] ("..._channel"; a head's columns contiguous and
-            aligned to 16 bytes). Positive and finite; values are checked as lengths are.
+            aligned to 16 bytes). Positive and finite; values are checked where lengths are (see Raises).
         softmax_scale: a positive number, default head_dim ** -0.5.
         causal: whether a query sees no key after its own position.
         window_size: sliding window: a query sees only keys with p - window_size < j <= p. Or FlashAttention's
@@ -160,24 +160,26 @@ def extend_attention(
         new_k, new_v: K and V of the queries' own tokens, exact: [total_q, num_kv_heads, head_dim] in q's dtype, rows
             contiguous and on multiples of 16 bytes. The last q_len tokens of a request are then these, and the cache is
             read only for the seq_lens[b] - q_len tokens before them. A second launch merges both parts.
-        transform: the transform that the cache was written with, see :class:`cute_kernels.kv_cache.CacheTransform`. q,
-            new_k, new_v and the result are untransformed. PyTorch's operations do it, before and after the kernels.
-            A softcap is not supported if the transform has a center of K.
+        transform: the transform that the cache was written with, see :class:`cute_kernels.kv_cache.CacheTransform`.
+            Pass q, new_k and new_v untransformed; the result is untransformed, too. PyTorch's operations apply the
+            transform before the kernels, and undo it after them. A softcap is not supported if the transform has a
+            center of K.
         num_splits: the number of parts, 1 to 32, into which the keys of each tile of 128 rows of queries are cut. A row
             is a query of one query head; each part has its own CTA. Default: chosen for the shapes, 1 if there is
             enough work. If given, a request's result does not depend on the rest of the batch.
         sm_margin: SMs that are left to other kernels that run meanwhile, as in FlashAttention-3.
         unpack: whether a launch first converts the cache to 16-bit rows, once for all queries. The rows take 4 bytes
             times batch, tokens a request may have, num_kv_heads and head_dim. Default: if there are queries enough for
-            unpacking to pay, and the rows take at most 512 MiB. With ``num_splits`` the default unpacks no format with
-            a scale per row, whose results would round differently. True: always. Refused for INT8 with several groups a
-            row, and if K or V has 16 bits.
+            unpacking to pay, and the rows take at most 512 MiB. If ``num_splits`` is given, the default does not unpack
+            formats with a scale per row: their results would round differently. True: always. Refused for INT8 with
+            several groups a row, and if K or V has 16 bits.
         max_seq_len: an upper bound of seq_lens that the caller knows. It bounds the memory of ``unpack`` if the
             cache has room for more. Results of longer requests are undefined.
         fp8_products: whether q and the probabilities are rounded to E4M3, 4 significant bits, and multiplied with the
-            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. The call then needs 2 bytes
-            times batch, tokens a request may have, num_kv_heads and head_dim, for any number of queries. docs/extend.md
-            says what it gains and what errors it makes. On the CPU the reference implementation rounds nothing.
+            codes of K and V. For "e4m3_tensor" and "e4m3_head" caches of head_dim 128. The call then needs memory: 2
+            bytes times batch, tokens a request may have, num_kv_heads and head_dim, for any number of queries.
+            docs/extend.md says what it gains and what errors it makes. On the CPU the reference implementation rounds
+            nothing.
         score_options: as for :func:`cute_kernels.decode_attention`; no tensor may have a size of q_len. Not with
             new_k, new_v, a tree_mask, or a transform whose K has a center.
         block_list, block_counts, block_tokens: attention over chosen blocks, the same for all queries of a request and

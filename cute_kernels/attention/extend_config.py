@@ -108,7 +108,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def paired(self) -> bool:
-        """Whether the rows of a work tile's two KV heads are loaded by one copy, and are contiguous in shared memory.
+        """Whether one copy loads a token's rows of both KV heads of a work tile, which are then contiguous in shared
+        memory.
 
         Tensor maps load rows in pairs if headers have 4 bytes. With 8-bit codes, a single row touches two lines of the
         L2 cache, and a pair only three. With INT4 of one group, single rows are not aligned to 8 bytes.
@@ -116,8 +117,8 @@ class ExtendConfig(ReadsCache):
         return self.tile_heads == 2 and self.mapped and all(form.header_bytes == 4 for form in self.formats)
 
     def _key_rows_of(self, form: KvFormat) -> tuple[int, int]:
-        """Returns how a row lies in shared memory: (bytes of its codes, bytes of its header). The second number is 0 if
-        the header lies beside the codes.
+        """Returns (bytes of a row's codes, bytes of a row's header) in shared memory. The header's number is 0 if the
+        row is stored with its header, whose bytes the first number then contains.
         """
         if form.code_bits == 8 and form.header_bytes:
             return (PAIRED_ROW_BYTES if self.paired else SCALED_ROW_BYTES), 0
@@ -259,7 +260,8 @@ class ExtendConfig(ReadsCache):
     @property
     def tile_fillers(self) -> tuple[int, int]:
         """Numbers of warps that arrive on the full barrier of a tile of K, and of a tile of V. If K has 16 bits and V's
-        rows have scales, all warps that load K arrive: each publishes powers of 2 for V's tile.
+        rows have scales, all warps of K arrive, though only one loads the tile: each publishes powers of 2 for V's
+        tile.
         """
         k, v = (self.tile_warps if own else 1 for own in self.decoded)
         return (self.tile_warps if self.mixed and self.tile_scales[1] else k), v
@@ -328,8 +330,8 @@ class ExtendConfig(ReadsCache):
 
     @property
     def ones_rows(self) -> int:
-        """Number of rows of ones after a tile of V's transpose. Their products with the probabilities are the sums of
-        the probabilities.
+        """Number of rows of ones that follow a tile of V's transpose in shared memory. The MMAs of these rows with the
+        probabilities compute the probabilities' sums.
         """
         return 8 if self.fp8 else 0
 
@@ -351,7 +353,7 @@ class ExtendConfig(ReadsCache):
 
     @property
     def query_code_bytes(self) -> int:
-        """Bytes of a warpgroup's queries in E4M3, which lie apart from the loaded queries; 0 without FP8 products."""
+        """Bytes of a warpgroup's queries in E4M3, which have a buffer of their own; 0 without FP8 products."""
         return WARPGROUP_ROWS * self.columns if self.fp8 else 0
 
     @property

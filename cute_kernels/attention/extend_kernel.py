@@ -6,8 +6,8 @@ TMA (:mod:`.loads.tma`) and decode rows of codes once for all 128 rows of querie
 warpgroups multiply the tiles (:mod:`.mainloops.tiles`).
 
     warps                    what they do
-    0 to 3, 4 to 7           consumers: the first and the last rows of a work tile (of key rows: 64 of a
-                             tile's tokens, or a KV head, each)
+    0 to 3, 4 to 7           consumers, in two warpgroups: each has 64 rows of a work tile (with key rows:
+                             64 of a tile's tokens, or one of two KV heads)
     8, then filling_warps    producers: the first draws work tiles as well; all fill tiles
     others                   nothing; they have given their registers away
 
@@ -15,7 +15,7 @@ warpgroups multiply the tiles (:mod:`.mainloops.tiles`).
     K's and V's, full        num_stages each    tile_fillers: a warp that decodes, or    consumers
                                                 1 with a TMA tile's bytes
     K's and V's, empty       num_stages each    8, each consumer's lane 0                producers
-    full, of key rows        num_stages, of     two of every producer thread, for its    consumers
+    full, with key rows      num_stages, for    two of every producer thread, for its    consumers
                              K and V together   raw rows of K and of V
     work, full               WORK_SLOTS         1, the first producer's lane 0           consumers, producers
     work, empty              WORK_SLOTS         8 and filling_warps                      the first producer
@@ -98,8 +98,8 @@ class ExtendKernel:
         ).launch(grid=(given.num_ctas, 1, 1), block=(config.num_threads, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     def room(self, max_pages, tokens):
-        """Returns how many tokens a request may have. max_pages: number of blocks of a request. tokens: number of
-        tokens of a block of the cache.
+        """Returns how many tokens a request may have. max_pages: the launch argument. tokens: number of tokens of a
+        block of the cache.
         """
         if self.config.unpacked:
             return max_pages

@@ -186,7 +186,7 @@ def _margin_of(
     of_extend: dict[str, Any],
 ) -> int | None:
     """Returns the number of SMs for decode attention, or None if the kernels run one after the other. Arguments are not
-    checked, since the calls of both kernels do so.
+    checked here: the calls of both kernels check them.
 
     The estimate assumes that all requests have the largest possible length.
     """

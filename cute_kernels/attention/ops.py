@@ -70,9 +70,9 @@ def _key(given: Given) -> tuple[Any, ...]:
 def _extend_key(q, k_cache, v_cache, seq_lens, kv_format, num_splits, out, options, cu_seqlens_q) -> tuple[Any, ...]:
     """Returns the key of a plan of extend attention.
 
-    The key contains neither the number of queries nor the longest length, which change from step to step. It says
-    whether there are no queries. It also says whether their number may make the checks refuse the call, since a
-    refused call has no plan.
+    The key contains neither the number of queries nor the longest length, which change from step to step. It has two
+    bits about the number of queries: whether it is 0, and whether it may make the checks refuse the call. A refused
+    call has no plan.
     """
     if options["max_seq_len"] is not None:
         arguments.check_optional_count("max_seq_len", options["max_seq_len"])
@@ -248,8 +248,8 @@ def _on_meta(q, k_cache, v_cache, seq_lens, *others, **options):
 
 
 def _operator_of(name: str, more: str, of_it: str, defaults: Mapping[str, Any]) -> Operator:
-    """Returns the operator of decode attention or of extend attention. more, of_it: the parts of the schema, tensors
-    and options, that the other operator does not have.
+    """Returns the operator of decode attention or of extend attention. more: the schema of tensors that only this
+    operator has. of_it: the schema of options that only this operator has.
     """
     return Operator(
         f"{name}(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens{more}, str k_format, str v_format, *, "
@@ -266,8 +266,8 @@ _extend = _operator_of("extend_attention", ", Tensor cu_seqlens_q", schemas.OF_E
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """Returns whether a direct call can take all optional tensors. Tensors of other classes need the registered
-    operator."""
+    """Returns whether all tensors among ``values`` are plain ones (torch.Tensor or Parameter). Tensors of other classes
+    need the registered operator."""
     kinds = [*map(type, values)]
     return _PLAIN.issuperset(kinds) or not any(issubclass(kind, torch.Tensor) for kind in {*kinds} - _PLAIN)
 

@@ -393,9 +393,9 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 def _lies_in_pieces(operand: CacheOperand) -> bool:
     """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V.
 
-    Rows of a multiple of 16 bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of a scale
-    and bytes are loaded with all pieces that they touch, so blocks have to begin at multiples of 16. All other rows are
-    loaded in words, and may begin at any multiple of a word.
+    Rows of a multiple of 16 bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of an fp32
+    scale and 8-bit codes are loaded with all pieces that they touch, so blocks have to begin at multiples of 16. All
+    other rows are loaded in words, and may begin at any multiple of a word.
     """
     form, places = operand.form, operand.cache.data_ptr() | operand.block_stride
     if form.row_bytes(operand.head_dim) % ALIGNMENT == 0:

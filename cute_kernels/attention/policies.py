@@ -54,8 +54,8 @@ class CacheLoad:
 class WarpMma:
     """The mainloop in which consumer warps multiply independently, with mma.sync.
 
-    A CTA has ``num_heads * num_query_blocks * num_slices`` consumer warps. Each takes one KV head of a tile,
-    ``blocks_per_warp`` blocks of up to 8 of its query heads, and a slice of its tokens.
+    A CTA has ``num_heads * num_query_blocks * num_slices`` consumer warps. Each takes one KV head, ``blocks_per_warp``
+    blocks of up to 8 query heads of this KV head, and a slice of every tile's tokens.
 
     Attributes:
         num_heads: number of KV heads of a CTA.
@@ -88,8 +88,8 @@ class WarpMma:
         """Returns the bytes of shared memory for the queries of one role (the warps with the same queries); 0 if
         queries stay in registers.
 
-        A lane has vectors with one word for each block of queries. There is a vector for each B register (of 8
-        columns), and two for each group's sums.
+        The queries of a lane are vectors of words, each with one word for each block of queries. There is one vector
+        for each B register, that is for 8 columns of K, and two for the sums of each group of columns.
         """
         vectors = k.head_dim // 8 + 2 * k.form.num_groups
         return vectors * WARP_THREADS * QUERY_VECTOR_BYTES if self.shares_queries(k) else 0

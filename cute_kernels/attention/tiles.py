@@ -14,12 +14,12 @@ BLOCK_HEAD_DIMS = (64, 128)  # of formats in blocks: the lanes of a warp take wh
 
 
 def map_paddings(token_words: int) -> tuple[int, ...]:
-    """Returns the two choices of padding. The padding is the number of words that a tensor map loads in addition to the
-    words of a token's heads.
+    """Returns two choices of padding: the number of words that a tensor map loads for a token in addition to the
+    ``token_words`` words of the CTA's heads.
 
-    A tensor map loads whole vectors of four words. So it may also load up to three words before the heads' words, or
-    none or two if the heads have an even number of words. The second choice has one vector more, which may avoid bank
-    conflicts.
+    A tensor map loads whole vectors of four words, so it may also load words before the heads' words: none if
+    token_words is a multiple of 4, up to two if it is another even number, else up to three. The first choice is the
+    least padding. The second has one vector more, which may avoid bank conflicts.
     """
     before = {0: 0, 2: 2}.get(token_words % MAP_WORDS, MAP_WORDS - 1)
     least = -(-(token_words + before) // MAP_WORDS) * MAP_WORDS - token_words

@@ -33,7 +33,8 @@ def transform_query(
     on the shift.
 
     Raises:
-        TypeError, ValueError: the transform does not fit the caches, or q has been through one.
+        TypeError, ValueError: the transform does not fit the caches, or ``q_shift`` is given, which belongs to a q that
+            is already transformed.
     """
     k_cache, v_cache = caches
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)

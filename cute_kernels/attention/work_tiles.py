@@ -155,7 +155,8 @@ def tokens_of(kv_len, queries, max_seq_len, prefix_only) -> tuple[Any, Any]:
     """Returns (position of a request's first query, end of the tokens that a launch reads). kv_len: the request's
     length as it was loaded; this function clamps it.
 
-    prefix_only: 1 if the queries' own tokens are left to another launch, else 0. If 1, they need no room in the cache.
+    prefix_only: 1 if the queries' own tokens are left to another launch, else 0. If 1, the cache needs no room for
+    these tokens.
     """
     most = max_seq_len + cutlass.select_(prefix_only != 0, queries, Int32(0))
     kv_len = cutlass.min(cutlass.max(kv_len, 0), most)
