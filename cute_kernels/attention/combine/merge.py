@@ -48,8 +48,8 @@ GROUP_BYTES = 32  # of shared memory for a thread's maximum, sum and four values
 
 @dataclass(frozen=True)
 class Share:
-    """A CTA's share of combining a row; run-time integers. They say which vectors the CTA adds up over all splits, and
-    how its threads divide them.
+    """A CTA's share of combining a row; run-time integers. A vector is four columns of one query head's output. The
+    integers say which vectors the CTA adds up over all splits, and how its threads divide the vectors.
     """
 
     first: Int32  # vector
@@ -101,7 +101,8 @@ class Merger:
     @cute.jit
     def finish_row(self, work, results, ring, warp, lane):
         """Combines the CTA's share of its last row, if the row has several splits and the CTA has a share. In this
-        method the CTA waits for other CTAs. So it must have no unfinished unit left, for which they would wait.
+        method the CTA waits for other CTAs, which may wait for its units. So the CTA must have finished all of its
+        units.
 
         work: the CTA's last unit, which is finished.
         """
@@ -134,22 +135,20 @@ class Merger:
 
     @property
     def direct_log2(self) -> int:
-        """log2 of the smallest number of combiners with which every CTA has at least one thread for each vector that it
-        combines.
-        """
+        """log2 of the smallest number of combiners with which no CTA has more vectors to combine than threads."""
         return (-(-self.num_vectors // self.config.num_threads) - 1).bit_length()
 
     @property
     def most_combiners_log2(self) -> int:
-        """log2 of the largest number of CTAs that can combine a row. Each combines whole query heads and, if V's
-        rotation has to be undone, whole warps of vectors.
+        """log2 of the largest number of CTAs that can combine a row. A CTA combines all columns of its query heads. If
+        V's rotation has to be undone, the CTA's vectors also have to fill whole warps.
         """
         halves = 1 if self.config.features.v_rotation > 1 and self.vectors_per_row < WARP_THREADS else 0
         return (self.num_rows & -self.num_rows).bit_length() - 1 - halves
 
     def combiners_log2(self, active):
-        """Returns log2 of the number of combiners of a row with ``active`` splits. Where possible, each thread then
-        loads one batch of splits of one vector."""
+        """Returns log2 of the number of combiners of a row with ``active`` splits. It is the smallest with which a
+        thread combines one vector and loads all of its splits in one batch, if the row can have so many combiners."""
         result = Int32(0)
         for log2 in range(1, self.most_combiners_log2 + 1):
             # Half as many leave a thread with several vectors, or with more splits than it loads at a time.
@@ -223,8 +222,8 @@ class Merger:
 
     @cute.jit
     def combine_in_groups(self, work, results, share, address, tid, keep):
-        """Adds up this CTA's share and stores it, if there are more threads than vectors. Threads form sets: each set
-        adds up some of the splits, and the sums of all sets are added up through shared memory.
+        """Adds up this CTA's share and stores it, if there are more threads than vectors. Threads form groups. Each
+        group adds up some of the splits; then the sums of all groups are added up through shared memory.
         """
         step = self.config.num_threads >> share.groups_log2
         group, member = tid // step, tid % step
@@ -249,7 +248,7 @@ class Merger:
             self.clear(work, results, share, index, group)
 
     def add(self, sums, pairs, vectors, first: int = 0):
-        """Merges partial results into a running one, (maximum, sum, four values) at ``sums[first : first + 6]``."""
+        """Merges partial results into the running result (maximum, sum, four values) at ``sums[first : first + 6]``."""
         own = [sums[first + i] for i in range(6)]
         merged = _merge([own[:2], *pairs], [own[2:], *vectors])
         for i, value in enumerate((merged[0], merged[1], *merged[2])):
@@ -288,7 +287,8 @@ class Merger:
 
     @cute.jit
     def gather_batch(self, work, share, sources, valid, splits: cutlass.Constexpr, begin, sums):
-        """Waits for the partial results of up to ``splits`` other splits for each vector, and adds them to ``sums``."""
+        """Waits for each vector's partial results from up to ``splits`` splits of other CTAs, and adds them to
+        ``sums``."""
         words = cute.make_rmem_tensor(6 * splits * len(sources), Uint32)
         published = []
         for i in cutlass.range_constexpr(len(sources)):
@@ -334,7 +334,7 @@ class Merger:
         return results.workspace + work.partial_row(query_row, part) * (4 * self.config.partial_words)
 
     def partial_offset(self, work, part):
-        """Returns the distance in bytes, in the workspace, from the partial result of part 0 to that of ``part``."""
+        """Returns the bytes in the workspace from part 0's partial result to the partial result of ``part``."""
         shape = work.place.shape
         return Int64(part) * (shape.q_len * shape.num_q_heads * (4 * self.config.partial_words))
 

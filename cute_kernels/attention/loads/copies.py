@@ -121,9 +121,8 @@ class TileCopier:
         return total
 
     def find_pages(self, tiles, request, token, lane):
-        """Returns where a lane's share of the tile that begins with ``token`` lies: (page, row of the page).
-
-        Callers call it one tile ahead, because the block table lies in global memory.
+        """Returns (page, row of the page) of the first token of a lane's share of the tile that begins with ``token``.
+        Callers do this one tile ahead, since the block table lies in global memory.
         """
         if not self.config.page_tokens:
             return Int32(0), Int32(0)
@@ -131,12 +130,12 @@ class TileCopier:
 
     @cute.jit
     def _copy_runs(self, tiles, token, tokens, stage, barrier, producer, lane, page, place):
-        """Issues the bulk copies of a tile. A copy brings a run, which is consecutive tokens of one page. Each lane
-        issues the copies that begin in its share of the tile. Rows beyond the request's end are left out, since their
-        page may not exist.
+        """Issues the bulk copies of a tile. A copy brings consecutive tokens of one page. Each lane issues the copies
+        that begin in its share of the tile. Rows beyond the request's end are not copied, since their page may not
+        exist.
 
         token: the tile's first token. tokens: how many tokens are copied. page, place: the page in which the lane's
-        share begins, and the place in it.
+        share begins, and the row of this page.
         """
         share, config = self.lane_tokens, self.config
         first, mine = Int32(0), (lane == 0) & (producer == 0)
@@ -425,8 +424,8 @@ class RowMapOperand(RowOperand):
         return (tokens, heads * self.tile.row_words, blocks), (stride[1] // WORD_BYTES, 1, stride[0] // WORD_BYTES)
 
     def begin(self, head):
-        """Returns (index of the first word of each token that is loaded, bytes from that word to the row of the CTA's
-        first head).
+        """Returns (index in a token of the first word that is loaded, bytes from this word to the row of the CTA's
+        first head). The numbers are the same for all tokens.
         """
         first = head * self.tile.row_words
         if not self.begins_before:

@@ -1,10 +1,10 @@
 """Powers of 2 that rows of a tile share. A code times its row's scale, divided by the shared power, fits fp16.
 
 The power is chosen so that the largest of the rows' scales, divided by it, is below 2**6, and its product with a code
-below 2**15. Scales from 2**-50 to 2**40 keep 11 significant bits unless they are much smaller than the largest scale:
-2**29 times if only the product is rounded (:mod:`.unpack`), 2**19 times if the scale is rounded, too (:mod:`.rows`).
-Scales that are smaller still are rounded to multiples of 2**-30 of the largest scale. Scales above 2**40 become
-infinite.
+below 2**15. Scales from 2**-50 to 2**40 keep 11 significant bits, except scales much smaller than the largest one. The
+limit is the largest scale times 2**-29 if only the product is rounded (:mod:`.unpack`), or times 2**-19 if the scale is
+rounded, too (:mod:`.rows`). Scales below the limit are rounded to multiples of 2**-30 of the largest scale. Scales
+above 2**40 become infinite.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def power_of_2(exponent: Numeric) -> Float32:
 
 
 def word_of(key_exponent: Int32, value_exponent: Int32) -> Uint32:
-    """Packs two fp32 numbers into a word: K's power of 2, and the exponent of V's power of 2, of a part of a tile.
-    Their lower 16 bits are zero, so the word holds their upper halves.
+    """Packs two fp32 numbers for a part of a tile into a word: K's power of 2, and the exponent of V's power of 2. The
+    lower 16 bits of both numbers are zero, so the word holds the upper halves.
     """
     exponent = numbers.bits(value_exponent.to(Float32))
     return numbers.bits(power_of_2(key_exponent)) | (exponent >> Uint32(16))

@@ -99,7 +99,7 @@ class RingFiller:
         issued already.
 
         Args:
-            state: the consumer warps' pipeline state.
+            state: the consumer warps' pipeline state at the unit's first tile.
             known: whether ``pages``, if any, are the pages of this unit's tiles.
             later: whether the CTA has processed a unit before.
         """

@@ -105,7 +105,8 @@ class Held:
 class Places:
     """The places in the cache of a warp's rows of a tile, in registers.
 
-    entries, places: for each run of rows, both results of :meth:`.pages.Pages.ask` for the run's first row.
+    entries, places: for each run of rows, the two results of :meth:`.pages.Pages.ask` for the run's first row: the
+    table's entry, and the row in its page.
     """
 
     entries: RegisterTensor[Int32]
@@ -229,7 +230,7 @@ class CodedRows:
         return lane % self.scale_rows + k * self.scale_rows, lane // self.scale_rows
 
     def units_before(self, work):
-        """Returns the number of words of a row that lie before the work tile's part of the row."""
+        """Returns how many words of a row's codes lie before the columns that the work tile computes."""
         return work.value_part * self.real_units if self.parts > 1 else 0
 
     def scale_of(self, scales, work, lane, k: int):
@@ -271,14 +272,15 @@ class CodedRows:
         return ptx.load_global_words(address, offset, 1)[0]
 
     def lane_place(self, lane) -> tuple[Int32, Int32]:
-        """Returns (row, word) of a lane's part of a load, as indices within the load."""
+        """Returns (row, word) of the word that a lane loads. row: index among the rows of one load. word: index in the
+        row."""
         if self.row_units < WARP_THREADS:
             return lane // self.row_units, lane % self.row_units
         return Int32(0), lane
 
     def numbers(self, held: Held, k: int):
-        """Decodes the word that this lane got from its ``k``-th load to packed pairs of numbers. A scale of the whole
-        row is not applied."""
+        """Decodes the word that this lane got from its ``k``-th load to packed pairs of numbers. Scales of 8-bit rows
+        are not applied."""
         return self.decoder.numbers(held.words[k], held.headers[k] if self.has_headers else None)
 
 
@@ -352,7 +354,7 @@ class TileWriter:
 class RowProducer:
     """The producer warps of caches in which K, V or both have codes. Half of the warps fill K's tiles, half V's.
 
-    If K or V has 16 bits, the first warp of its half loads tiles as in :mod:`.tma`.
+    If K or V has 16 bits, only the first warp of that operand's half loads its tiles, as in :mod:`.tma`.
 
     Consumers read V's powers of 2 together with K's tile. So if V's rows have scales and K is not decoded, K's warps
     read V's scales. Each of them reads the scales of one V warp's rows.

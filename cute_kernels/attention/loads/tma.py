@@ -28,7 +28,7 @@ MOST_UNROLLED = 4  # TMA tiles of a block whose copies are unrolled: the code st
 
 @dataclass(frozen=True)
 class Filling:
-    """The source and the destination of a work tile's tiles of K and V. first_valid: the first token that some query
+    """The source and the destination of the K and V tiles of a work tile. first_valid: the first token that some query
     sees."""
 
     source: Source
@@ -135,8 +135,8 @@ class TmaTileProducer:
         return source.pages.existing(entry), place
 
     def first_tile(self, source, work):
-        """Returns an index among all tiles of unpacked keys: that of the first tile of the work tile's request and
-        head.
+        """Returns the index of the first tile of the work tile's request and head, counted over all tiles of the
+        unpacked keys.
         """
         rows, config = source.keys, self.config
         offset = Int64(work.request) * rows.block_bytes + Int64(work.head) * rows.head_bytes
@@ -178,7 +178,7 @@ class TmaTileProducer:
                 cute.copy(atom, origin, target, tma_bar_ptr=pipeline.full_barrier(state))
 
     def parts_before(self, operand: int, work):
-        """Returns how many parts of a row lie before the work tile's part."""
+        """Returns how many parts of V's columns lie before the part that the work tile computes; 0 for K."""
         return work.value_part if operand == VALUES and self.config.value_parts > 1 else 0
 
     @cute.jit
@@ -193,7 +193,7 @@ class TmaTileProducer:
 
     @cute.jit
     def copy_pieces(self, operand: cutlass.Constexpr, start: cutlass.Constexpr, filling, at, stage: Int32, lane: Int32):
-        """Starts copying pieces of a tile's rows: at most 32 pieces of each row, from piece ``start`` on."""
+        """Starts copying 16-byte pieces of a tile's rows: at most 32 pieces of each row, from piece ``start`` on."""
         work, memory, first = filling.work, filling.memory, at.block * self.config.tile_tokens
         rows, row_pieces = filling.source.rows(operand), self.row_pieces[operand]
         row_lanes = min(row_pieces, WARP_THREADS)

@@ -207,7 +207,7 @@ class UnpackKernel:
             self.store(rows, held, factor, tile + first * self.row_bytes, lane)
 
     def pinned(self, source):
-        """Returns ``source`` with strides that the compiler cannot see through. So the compiler moves no address
+        """Returns ``source`` with token strides that are opaque to the compiler. Otherwise it would move address
         arithmetic before the loop, where registers are scarce."""
         keys, values = (
             replace(rows, token_bytes=ptx.pinned(rows.token_bytes)) for rows in (source.keys, source.values)
@@ -235,8 +235,8 @@ class UnpackKernel:
 
     @cute.jit
     def greatest(self, top: Float32, tops: Int32, warp: Int32, lane: Int32):
-        """Returns the largest ``top`` of all warps of the CTA. No second barrier is needed, since the next tile's
-        values have other addresses."""
+        """Returns the largest ``top`` of all warps of the CTA. No second barrier is needed, since the next tile uses
+        another buffer."""
         self.publish(top, tops + 4 * warp, lane)
         cute.arch.barrier()
         words = [word for i in range(0, UNPACK_WARPS, 4) for word in ptx.load_shared_vector(tops, 4 * i, 4)]
@@ -250,8 +250,8 @@ class UnpackKernel:
 
     @cute.jit
     def store(self, rows: cutlass.Constexpr, held, factor, address: Int64, lane: Int32):
-        """Decodes a warp's loaded words of a tile into the target's rows, of which the first begins at ``address``.
-        factor: a factor for all rows' scales.
+        """Decodes a warp's loaded words of a tile into rows of the target. address: where the first of these rows
+        begins. factor: the number by which all rows' scales are multiplied.
         """
         below = lane // rows.row_units if const_expr(rows.row_units < WARP_THREADS) else Int32(0)
         unit = lane % rows.row_units if const_expr(rows.row_units < WARP_THREADS) else lane

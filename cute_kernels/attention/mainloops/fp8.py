@@ -1,9 +1,10 @@
 """Warpgroup MMAs of E4M3: their operands, and an order of keys that saves exchanging probabilities between lanes.
 
-Both operands are K-major, in rows of 128 bytes with the 128-byte swizzle. A row is a row of K, or of V's transpose,
-whose columns are a tile's keys. Of an accumulator, a thread holds columns 2t and 2t + 1 of each 8 (t = lane % 4). Of
-operand A, it holds columns 4t to 4t + 3 of each 16. So the tile's keys are permuted: column 4t + 2j + i of each 16 is
-key 8j + 2t + i (:data:`KEYS_IN_ORDER`). A thread's accumulators are then its operand: four of one row make a word.
+Both operands are K-major, in rows of 128 bytes with the 128-byte swizzle. Operand B is K, or V's transpose, whose
+columns are a tile's keys. With t = lane % 4, a thread holds columns 2t and 2t + 1 of every 8 columns of an accumulator,
+but columns 4t to 4t + 3 of every 16 columns of operand A. So the keys in V's tile are permuted: column 4t + 2j + i of
+each 16 is key 8j + 2t + i (:data:`KEYS_IN_ORDER`). A thread's probabilities then are its part of operand A: four of one
+row make a word.
 
 Hopper's tensor cores add products of E4M3 in some 14 bits. docs/design/extend_attention.md says what errors this makes.
 """

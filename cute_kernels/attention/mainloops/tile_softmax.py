@@ -166,8 +166,8 @@ class Softmax:
         return [i for i in range(self.count) if row_of(i) == row and self.run_of(i) == run]
 
     def highest(self, scores, rows: Rows, scales: list[TileScale], row: int):
-        """Returns the maximum over a row's keys of the score as an exponent of 2, plus log2 of the scale of V's
-        tile.
+        """Returns the maximum, over a row's keys in the block, of score + log2(V's scale). The score is an exponent of
+        2; V's scale is that of the key's part of the tile.
         """
         tops = [in_pairs(ptx.fmax, [scores[i] for i in self.own(row, run)]) for run in range(self.runs)]
         if self.runs == 1:

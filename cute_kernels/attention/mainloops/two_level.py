@@ -2,8 +2,8 @@
 
 The tensor cores add products of E4M3 with some 14 bits, so a sum over many blocks loses small terms. So each block's
 accumulators begin at zero, and are then added to the thread's fp32 sums. The same instruction rescales the earlier fp32
-sums. MMAs also multiply probabilities with ones, which computes a block's sums of rounded probabilities. So the weights
-add up to 1.
+sums. MMAs also multiply the rounded probabilities with ones, which gives their sums. The output is divided by these
+sums, so the weights of all keys add up to 1.
 
 P V of a block is computed before the next block's scores, in the same registers: 132 accumulators a thread. If P V were
 computed during the next block's softmax, as in :mod:`.tiles`, a thread would need 212. The other warpgroup keeps the

@@ -48,7 +48,7 @@ class Codes:
     selector = 0x5410  # prmt: columns 0 and 1 of two tokens, as :meth:`columns` wants them
 
     def keys(self, word) -> list[Any]:
-        """Decodes the four bytes of a word to two pairs, as ``key_pairs`` pairs them up."""
+        """Decodes the four bytes of a word to two pairs. ``key_pairs`` says which two bytes form each pair."""
         raise NotImplementedError
 
     def columns(self, word) -> list[Any]:

@@ -125,8 +125,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
     # -- the tail -----------------------------------------------------------------------------------------------------
 
     def open_tail(self, state: State, tail, work, head: Int32):
-        """Starts loading a request's slot of the tail. Computes from the slot where the rows of a KV head lie in the
-        tail. Does not wait."""
+        """Starts loading the index of a request's slot of the tail, and computes from it the address of a KV head's
+        rows in the tail. Does not wait."""
         slot = ptx.load_global_words(tail.slots + Int64(work.request) * 4, 0, 1)[0].to(Int32)
         state.tail_stride = work.place.shape.num_kv_heads * (2 * self.config.head_dim)
         rows = Int64(slot) * (Int64(state.tail_stride) * TAIL_TOKENS)
@@ -134,8 +134,8 @@ class ChannelBlockKeyReader(Int4KeyReader):
         state.length = work.length
 
     def in_tail(self, state: State, first_token: Int32):
-        """Starts loading the index of a request's slot of the tail. Computes where the rows of a KV head lie in that
-        slot. Does not wait.
+        """Returns whether the block that begins with ``first_token`` is the request's unfinished block, whose keys lie
+        in the tail.
         """
         return (first_token < state.length) & (first_token + BLOCK_TOKENS > state.length)
 

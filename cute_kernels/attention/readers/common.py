@@ -80,14 +80,16 @@ class CodeKeyReader:
     """The base of readers of keys that are codes. It multiplies the queries by a power of 2, so that they are fp16
     operands.
 
-    Subclasses say which codes of a unit of columns a lane holds, and how they form pairs.
+    A unit is the columns of one step through K, which four lanes share. Subclasses say which codes of a unit a lane
+    holds, and which codes form pairs.
 
     Attributes:
         num_groups: number of groups of columns, each with its own sum of queries.
         units_per_group: number of units of columns in a group.
-        pairs: for each B register of a unit, the two of the lane's codes that meet its low and its high half.
-        factors: for each B register of a unit, the factor of its queries. If operands of codes are too large by 1 /
-            factor, the factor of the queries corrects this.
+        pairs: for each B register of a unit, the indices of the two codes of the lane that are multiplied by the
+            register's low half and by its high half.
+        factors: for each B register of a unit, the factor by which its queries are multiplied. It is below 1 where the
+            operands of codes are too large by 1 / factor.
         code_unit: 1 / v, where v is the operand that stands for code 1.
         sum_factor: the factor by which sums of queries are multiplied; None if the reader needs no such sums.
         query_exponent: queries are scaled so that the largest lies in [2**query_exponent, 2**(query_exponent + 1)).
@@ -162,8 +164,8 @@ class CodeKeyReader:
         return [word.bitcast(Float32) for words in zip(*vectors, strict=True) for word in words]
 
     def pairs_at_once(self) -> tuple[tuple[int, ...], ...]:
-        """Returns which of the two pairs of row halves are scored at the same time. If queries lie in shared memory,
-        both pairs are, so that queries are loaded once.
+        """Returns groups of the two pairs of row halves, 0 and 1. Pairs of a group are scored together. If queries lie
+        in shared memory, there is one group of both, so that queries are loaded once.
         """
         return ((0, 1),) if self.config.shares_queries else ((0,), (1,))
 

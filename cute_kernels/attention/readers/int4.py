@@ -33,8 +33,8 @@ HIGH_NIBBLE_UNIT = 2.0**20
 
 
 class Int4KeyReader(RowKeyReader):
-    """The key reader of INT4 rows. A packed pair has nibbles n and n + 4 of the lane's word. If lanes share a word, it
-    has nibbles of the lane's share.
+    """The key reader of INT4 rows. A packed pair has nibbles n and n + 4 of the lane's word. If several lanes share a
+    word, each lane's pairs have only nibbles of its share.
     """
 
     code_unit = LOW_NIBBLE_UNIT

@@ -33,8 +33,8 @@ class RowLoads:
         return (state.g % 2) * strides[0] + (state.g // 2 % 2) * strides[1] + (state.g // 4) * strides[2]
 
     def _row_offset(self, j: int, parity: int = 0) -> int:
-        """Returns the offset in words of row half j. parity: of V, a lane reads rows in pairs; 1 for the odd row of a
-        pair, 0 for the even row and for K.
+        """Returns the offset in words of row half j. parity: 0 for K. A lane reads V's rows in pairs: 0 for the even
+        row of a pair, 1 for the odd row.
         """
         strides = self.tile.row_strides()
         return parity * strides[0] + (j % 2) * strides[3] + (j // 2) * strides[4]
@@ -168,9 +168,7 @@ class RowValueReader(RowLoads, ValueReader):
         return header.bitcast(Float32)
 
     def add_header(self, state: State, group: int, header, probabilities):
-        """Adds the contribution of a token's header to the outputs, except that of the scale. In this class it adds
-        nothing.
-        """
+        """Adds to the outputs what a token's header contributes besides the scale. In this class that is nothing."""
 
     def code_pairs(self, state: State, even, odd) -> list[Any]:
         """Returns packed pairs (even token, odd token), one for each of the lane's neighbouring output rows. even, odd:

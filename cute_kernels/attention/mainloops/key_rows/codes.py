@@ -45,8 +45,8 @@ def magic_of(number, lane) -> tuple[Uint32, Uint32, Uint32]:
     """Returns three words: both constants of `MAGIC`, and a selector for prmt. A lane of `PairedNibbleRows` takes
     halves of two words with this selector.
 
-    number: any integer of at most 31 bits. It hides the constants from the compiler: an instruction that masks and
-    combines nibbles can encode only one constant, so they have to be in registers.
+    number: any integer of at most 31 bits. It hides the constants from the compiler, which then keeps both in
+    registers. An instruction that masks and combines nibbles could encode only one of them.
     """
     low, high = (Uint32(magic) + (Uint32(number) >> 31) for magic in MAGIC)
     return low, high, Uint32(lane // 4 % 2) * Uint32(0x2222) + Uint32(0x5410)
@@ -331,7 +331,8 @@ class NibbleRows:
         return 4 * (group * GROUP_TOKENS + warp * WARP_TOKENS + lane // 4)
 
     def load_key_headers(self, address) -> list[Any]:
-        """Loads the headers of the lane's two tokens. Returns [group][row half]."""
+        """Loads the headers of the lane's two tokens. Returns words [group][row half], each a scale and a shift; the
+        lane's two tokens lie in different row halves."""
         groups = HEAD_DIM // 32 // self.group_chunks
         return [[ptx.load_shared(address, 512 * group + 32 * i) for i in range(2)] for group in range(groups)]
 
@@ -448,9 +449,9 @@ class HeadedNibbleRows(NibbleRows):
 
 
 class PairedNibbleRows(HeadedNibbleRows):
-    """Rows of INT4 with one group, for a CTA with two neighbouring heads: each warpgroup has one of them. The two rows
-    of a token have 68 bytes each and lie one after the other. A row begins at a multiple of 4 bytes, too few for
-    ldmatrix, so lanes load words. In shared memory, tokens are 36 words apart."""
+    """Rows of INT4 with one group, for a CTA with two neighbouring heads, one for each warpgroup. The two rows of a
+    token have 68 bytes each and lie one after the other. A row may begin at any multiple of 4 bytes, but ldmatrix needs
+    multiples of 16, so lanes load words. In shared memory, tokens are 36 words apart."""
 
     row_bytes = PAIRED_NIBBLE_ROW_BYTES
     shifted = True

@@ -3,8 +3,9 @@
 Tensor maps copy rows of 128 bytes and, if `ExtendConfig.mapped` is True, rows with their headers. Tokens that no query
 sees become zeros, which no tensor map writes. So tiles with such tokens are copied by cp.async, as all tiles of the
 remaining configurations are. cp.async copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of
-a scale and bytes is copied from the multiple of 16 bytes at or before its start, see `codes.ScaledByteRows`. Copies
-arrive on a tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
+an fp32 scale and 8-bit codes is copied from the multiple of 16 bytes at or before its start, see
+`codes.ScaledByteRows`. Copies arrive on a tile's barrier asynchronously, so a warp issues tiles as long as there are
+free stages.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class TileRows:
         self.runs, self.by_tma = runs, by_tma
 
     def lane_place(self, lane):
-        """Returns the piece of a step that a lane copies: (row of the step, byte of the row's codes, offset in the tile
-        from the step's first row).
+        """Returns what a lane copies when each lane of a warp copies one piece: (row among the rows that they copy
+        together, the piece's first byte in the row, the piece's offset in the tile from the first of these rows).
         """
         below, first = lane // self.row_pieces, lane % self.row_pieces * self.piece_bytes
         place = below * self.rows.row_bytes + (first ^ (self.rows.swizzle(below) * CHUNK_BYTES))
@@ -114,8 +115,8 @@ class TileRows:
             self.copy_rows(bases, rows.token_bytes, tile, headers, low, high, lane)
 
     def place_of(self, rows: int):
-        """Returns the layout of ``rows`` rows in shared memory. Its elements are bytes. If a tensor map is over whole
-        tokens, they are words of 4 bytes: a TMA tile has at most 256 elements in each dimension."""
+        """Returns the layout of ``rows`` rows in shared memory. Its elements are bytes, or words of 4 bytes if the
+        tensor map is over whole tokens, since a TMA tile has at most 256 elements in each dimension."""
         if self.of_tokens:
             return cute.make_layout((rows, self.rows.row_bytes // 4), stride=(self.rows.row_bytes // 4, 1))
         if self.rows.headed:

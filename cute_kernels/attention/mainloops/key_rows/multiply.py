@@ -12,7 +12,8 @@ turn. A warp that issues MMAs with register operands waits for its earlier MMAs,
 after a turn.
 
 A block is a chain of waits, so codes are loaded ahead. Codes of values are loaded before a turn. Codes of keys are
-loaded at the end of the block before. That block's softmax hides the test whether they have arrived.
+loaded at the end of the block before. Whether their tile has arrived is tested during that block's softmax, which hides
+the test's latency.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Lane:
         keys, values: bytes from a tile's start to the lane's codes of K, and of V.
         probabilities: the lane's shared address in the first of the warpgroup's buffers.
         headers: bytes from the start of K's headers, and of V's, to the lane's headers.
-        scales: shifts in bytes of the lane's rows of K, and of V.
+        scales: for K, and for V, the bytes by which the scales of the lane's rows are shifted in shared memory.
         next_value: bytes from the values of the lane's first token to the values of its second token.
         magic: the result of `magic_of`.
     """
@@ -166,8 +167,8 @@ class KeyRowsConsumer:
         )
 
     def with_probabilities(self, start: Lane, memory) -> Lane:
-        """Returns ``start`` with an address of the lane's probabilities instead of an offset, so that it is not
-        computed again in each block.
+        """Returns ``start`` with the address of the lane's probabilities in place of their offset, so that blocks need
+        not compute the address again.
         """
         return replace(
             start, probabilities=ptx.pinned(Int32(self.own_probabilities(memory, start) + start.probabilities))
@@ -283,8 +284,8 @@ class KeyRowsConsumer:
         return self.keys.key_words + self.keys.key_header_words
 
     def look_ahead(self, memory, place, codes, more, state, current) -> Ahead:
-        """Tests whether the next block has arrived. The test is made early, since its latency would otherwise delay the
-        loads of codes.
+        """Tests whether the next block's tiles have arrived. The caller tests early: otherwise the test's latency would
+        delay the loads of codes.
         """
         missing = more & ~memory.tile_pipeline.has_filled(state)
         source = cutlass.select_(more, state.stage, current)

@@ -33,7 +33,8 @@ NOWHERE = -1  # the number of a row that the request does not have
 
 
 def sum_index(column: int, half: int) -> int:
-    """Returns the index of an MMA's accumulator in a lane, for ``column`` = 2 * block + c and row half ``half``."""
+    """Returns the index of a lane's accumulator of an MMA. column: 2 * block + c for column c (0 or 1) of the lane's
+    two columns in a block of 8. half: the row half, 0 or 1."""
     return column // 2 * 4 + 2 * half + column % 2
 
 
