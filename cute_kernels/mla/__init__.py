@@ -103,7 +103,7 @@ def mla_decode(
         q: [batch, q_len, num_heads, head_dim], q_len 1 to 16, 1 to 128 heads: the absorbed queries, latent columns then
             RoPE columns. bf16; fp16 over an "mla_fp16" cache.
         cache: [num_pages, page_size, row] in ``kv_format``, any page_size. Rows are contiguous; pages may be padded,
-            and 16-bit tokens may lie further apart. On a GPU everything begins on a multiple of 16 bytes.
+            and 16-bit tokens may lie further apart. On a GPU, q, out, pages and tokens begin at multiples of 16 bytes.
         seq_lens: int32 [batch]: how many tokens of each request are in the cache, the queries' own among them. Read on
             the device: one captured CUDA graph serves changing lengths.
         kv_format: "mla_bf16" or "mla_fp16" (head_dim 576, or 512), "mla_fp8" (DeepSeek-V3.2's 656 bytes, head_dim
@@ -198,8 +198,8 @@ def sparse_mla_decode(
         sinks: fp32 [num_heads], one more logit for each head. It adds exp(sink) to the softmax's denominator and has no
             value, so out is multiplied by exp(lse) / (exp(lse) + exp(sink)). -inf: no sink; +inf: out is 0. lse does
             not include sinks.
-        extra_cache, extra_indices, extra_topk_length: a second cache in the same format, its indices and their numbers.
-            Queries see its chosen tokens, too. Its pages may have another size.
+        extra_cache, extra_indices, extra_topk_length: a second cache in the same format, with its own indices and
+            topk_length. Queries also see the tokens chosen from it. Its page size may differ.
 
     Returns:
         As `mla_decode`.
@@ -215,6 +215,6 @@ def sparse_mla_decode(
 
 
 def _empty_is_least(lse: torch.Tensor) -> torch.Tensor:
-    """Replaces +inf by -inf in place, and returns the tensor. Kernels write +inf for queries that see no token. NaN
-    stays."""
+    """Replaces +inf by -inf in place, and returns the tensor. Kernels write +inf for queries that see no token. NaN is
+    kept."""
     return lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)

@@ -1,10 +1,11 @@
 """The launch arguments of MLA decode's kernels.
 
-Dense and sparse decode both have `ROWS`. q is bf16 or fp16 [batch, q_len, num_heads, head_dim]. The addresses are those
-of out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads], max_logits (like lse, or 0) and
-sinks (fp32 [num_heads], or 0). If num_parts > 1, decode writes partials (:class:`.work.Results`), and the combining
-kernel writes out, lse and max_logits. num_parts 0 is stream-K: partials and flags are then the words and flags of
-`PartialExchange`. num_ctas: CTAs of the launch; 0 for the kernel for few heads.
+Dense and sparse decode both have `ROWS`. q is bf16 or fp16 [batch, q_len, num_heads, head_dim]. The addresses are of
+out [batch, q_len, num_heads, 512] in q's dtype, lse fp32 [batch, q_len, num_heads], max_logits (shaped as lse, or
+address 0) and sinks (fp32 [num_heads], or address 0). If num_parts > 1, decode writes partials
+(:class:`.work.Results`), and the combining kernel writes out, lse and max_logits. num_parts 0 means stream-K; partials
+and flags are then the addresses that `PartialExchange` takes. num_ctas: CTAs of the launch; 0 for the kernel for few
+heads.
 
 A cache has `PAGES`. Pages lie ``page_stride`` bytes apart, the page_size tokens of a page ``token_stride`` bytes apart.
 Both strides are multiples of 16. If a page holds first all data, then all scales, token_stride is that of the data.
@@ -17,8 +18,8 @@ and extra_page_size 1.
 see the first seq_lens[b] tokens of request b. causal: 1 if query i of q_len sees only the tokens up to seq_lens[b] -
 q_len + i, else 0.
 
-The kernel that adds up parts has `COMBINE`; its out is a tensor. row_bits: a CTA has 2**row_bits rows, which share its
-groups of 128 threads (`CombineConfig.slots`) equally.
+The kernel that adds up parts has `COMBINE`; its out is a tensor. row_bits: a CTA adds up 2**row_bits rows, each with
+the same number of the groups of 128 threads of the CTA (`CombineConfig.slots`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def announce_barriers(config: MlaConfig) -> None:
 
 def await_barriers(config: MlaConfig, produces: bool) -> None:
     """Waits until the barriers are initialised, in both CTAs of a pair. Every thread that uses barriers calls it once;
-    producers that gather call it after their first loads. All warps of a kind call it at one place of the program."""
+    producers that gather call it after their first loads. All producer warps call it at the same point of the program,
+    as do all consumer warps."""
     cute.arch.sync_warp()
     if config.crossover:
         cute.arch.cluster_wait()

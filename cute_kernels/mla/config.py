@@ -146,8 +146,8 @@ class MlaConfig:
     @property
     def partials(self) -> str:
         """The key in `PARTIALS` of the form in which a part of a row is stored. fp16 saves time: writing and reading 64
-        heads in fp32 takes as long as two blocks. A half that has both scaled codes and RoPE columns needs fp32, as one
-        power of 2 cannot fit both.
+        heads in fp32 takes as long as processing two blocks. fp32 is needed if one half of the output has both scaled
+        codes and RoPE columns, since one power of 2 cannot fit both.
         """
         scaled_in_part = 0 < self.layout.code_slabs < VALUE_SLABS
         return "fp32" if scaled_in_part else SCALED_PARTIALS
@@ -209,8 +209,8 @@ class MlaConfig:
         return CONSUMER_WARPS // self.tile_parts * self.cluster
 
     def sent_bytes(self, part: int) -> int:
-        """Returns how many bytes of a tile's part one CTA of a pair receives from the other: half of the part's rows,
-        and with part 0 half of the flags."""
+        """Returns how many bytes of part ``part`` of a tile one CTA of a pair receives from the other CTA: half of the
+        part's rows, and for part 0 also half of the flags."""
         rows = len(self.parts[part]) * SLAB_COLUMNS * 2 * BLOCK_TOKENS
         return (rows + (FLAG_BYTES if part == 0 else 0)) // 2
 
@@ -236,8 +236,8 @@ class MlaConfig:
 
     @property
     def entry_lead(self) -> int:
-        """How many blocks before its use an entry is loaded by a producer warp: as many as tokens are prefetched ahead,
-        but at least two.
+        """How many blocks ahead of its use a producer warp loads an entry: as far ahead as it prefetches tokens, but at
+        least two blocks.
         """
         return max(self.tiles.load.prefetch, 2)
 
@@ -289,7 +289,7 @@ class CombineConfig:
         dtype: the result's dtype, "bf16" or "fp16".
         slots: number of groups of 128 threads in a CTA. 1 for many rows: an SM then holds many CTAs. 8 for few rows: an
             SM then holds one CTA, so that CTAs are spread over all SMs.
-    partials: the key in `PARTIALS` of the form in which parts are stored.
+        partials: the key in `PARTIALS` of the form in which parts are stored.
     """
 
     dtype: str = "bf16"
@@ -329,8 +329,8 @@ def fits_tma_tiles(tokens: str, form: str, page_size: int) -> bool:
 
 
 def is_mma_bound(form: str, num_heads: int) -> bool:
-    """Returns whether tensor cores limit a call's speed. They do if its tokens have 16 bits and a row has more than 64
-    heads: several CTAs then read the same tokens."""
+    """Returns whether tensor cores limit a call's speed. They do if cached tokens have 16 bits and a row has more than
+    64 heads: several CTAs then read the same tokens."""
     return form not in SCALES and num_heads > BLOCK_HEADS
 
 
@@ -351,8 +351,8 @@ def served_config(
         crossover: see `fits_crossover`.
         mma_bound: see `is_mma_bound`.
         tma_tiles: see `fits_tma_tiles`.
-        eager: whether work tiles are long and limited by loading tiles, see `.schedule`; used only with crossover or
-            TMA tiles.
+        eager: whether work tiles are long and loads limit their speed, see `.schedule`; used only with crossover or TMA
+            tiles.
         cooperative: whether the CTAs of one launch combine the parts of rows.
     """
     tiles: Tiles

@@ -152,9 +152,9 @@ def _plan_of(
 def make_plan(
     config: MlaConfig | FewHeadsConfig, arch: str, shape: Workload, num_parts: int, known: Tokens | None = None
 ) -> MlaPlan:
-    """Makes the plan of launches that cut each row into ``num_parts``. If a cluster computes the parts of a row,
-    ``num_parts`` must be the cluster's size. STREAM_K cuts all rows into work ranges. known: launch arguments that
-    describe the tokens and are the same in all launches."""
+    """Makes the plan of launches that cut each row into ``num_parts`` parts. If a cluster computes the parts of a row,
+    ``num_parts`` must be the cluster's size. With num_parts STREAM_K, all rows together are cut into work ranges.
+    known: launch arguments that describe the tokens and are the same in all launches."""
     few = isinstance(config, FewHeadsConfig)
     cluster = config.cluster if few else 1
     if cluster > 1 and num_parts != cluster:

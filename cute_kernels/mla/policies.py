@@ -139,8 +139,8 @@ class TmaTiles:
     """The load of 16-bit tokens by TMA, for pages in which every 64 tokens are contiguous.
 
     Attributes:
-    pair: whether two CTAs with different heads load half of the tokens each, and every load goes to both (TMA
-        multicast).
+        pair: whether two CTAs with different heads load half of the tokens each, and every load goes to both (TMA
+            multicast).
         prefetch: how many blocks ahead tokens are prefetched into L2, 0 or 1.
         eager: whether the right half of a block is added as soon as the left half is. The right part of a tile is then
             released earlier. This helps if loads, and not the tensor cores, are the bottleneck.

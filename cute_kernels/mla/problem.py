@@ -24,7 +24,7 @@ class CacheShape:
         page_size: number of tokens of a page, at least 1.
         page_stride: bytes from one page to the next; pages may be padded.
         token_stride: bytes from one token of a page to the next. 16-bit tokens may have gaps between them, other tokens
-            have none. It is unused for split pages, in which tokens' data lie 576 bytes apart.
+            have none. Split pages do not use it: their tokens' data always lie 576 bytes apart.
     """
 
     form: MlaFormat

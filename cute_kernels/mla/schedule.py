@@ -235,6 +235,7 @@ def _wide_config(tokens: str, form: str, head_dim: int, shape: Workload, num_par
 
 
 def _has_room(shape: Workload, rate: Rate) -> bool:
-    """Returns whether all clusters of a launch run at the same time, and every CTA has a block."""
+    """Returns whether all clusters of a launch can run at the same time, and the longest row has a block for each
+    CTA."""
     wanted = shape.num_ctas(rate.heads) * rate.cluster
     return wanted <= CLUSTER_SMS * shape.num_sms and shape.num_blocks >= rate.cluster

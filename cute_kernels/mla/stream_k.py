@@ -99,8 +99,8 @@ class StreamK:
         return found * self.request_rows + row, offset - row * each, left
 
     def pieces(self, total, longest):
-        """Returns (units of a piece, number of pieces). A piece is what work ranges never cut: a row, if all rows are
-        equally long and cuts would cost more than they gain; otherwise a unit.
+        """Returns (units of a piece, number of pieces). Work ranges consist of whole pieces. A piece is a row if all
+        rows are equally long and cuts would cost more than they gain; otherwise it is a unit.
         """
         rows = self.requests * self.request_rows
         turns, _ = self.teams.divide(Uint32(rows + self.teams.value - 1))

@@ -174,7 +174,7 @@ class Cursor:
 
     @property
     def found(self):
-        """The number of blocks so far, the current block included."""
+        """The number of blocks that the cursor has reached so far, the current block included."""
         return Int32(self.state[FOUND])
 
     @property
@@ -187,7 +187,8 @@ class Cursor:
 
     @cute.jit
     def advance(self):
-        """Goes on to the next block of the CTA. If no block is left, ``block`` is at or beyond the work tile's end."""
+        """Moves the cursor to the CTA's next block. If no block is left, ``block`` is then at or beyond the work tile's
+        end."""
         state = self.state
         state[BLOCK] = state[BLOCK] + 1
         if const_expr(self.work_tiles.has_stream_k):
@@ -199,7 +200,7 @@ class Cursor:
             state[FOUND] = state[FOUND] + 1
 
     def begin(self, work: WorkTile) -> None:
-        """Goes to the first block of a work tile."""
+        """Moves the cursor to the first block of a work tile."""
         assert work.begin is not None and work.left is not None, "want a work tile that knows where it begins"
         kept = (LEFT, work.left), (BLOCK, work.begin), (END, work.end), (ROW, work.row), (LENGTH, work.length)
         for i, value in (*kept, (MAIN_BLOCKS, work.main_blocks), (EXTRA_LENGTH, work.extra_length)):

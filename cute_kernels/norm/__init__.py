@@ -72,13 +72,14 @@ def rms_norm(
         out: the tensor for y: contiguous, with x's shape and dtype. It may be x itself.
         residual_out: the tensor for s, with a residual: contiguous, with x's shape and dtype. It may be ``residual`` or
             x.
-        order: int32 [n], a permutation of 0 to n - 1: y[..., i] is y[..., order[i]] of a call without ``order``. Pass
-            `PackedWeight.perm` of a layer in act-order, and the layer need not reorder y. The values are checked for
-            CPU tensors; for GPU tensors only with CUTE_KERNELS_DEBUG=1 in the environment at import. Unchecked wrong
-            values make a GPU read outside the row.
-        input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass
-            `PackedWeight.input_scale`, and the layer need not multiply. If all of the layer's order and scale are
-            applied here, call the layer with ``replace(weight, perm=None, input_scale=None)``.
+        order: int32 [n], a permutation of 0 to n - 1: y[..., i] is y[..., order[i]] of a call without ``order``. If the
+            next layer is in act-order, pass its `PackedWeight.perm`; the layer then need not reorder y. The values are
+            checked for CPU tensors; for GPU tensors only with CUTE_KERNELS_DEBUG=1 in the environment at import.
+            Unchecked wrong values make a GPU read outside the row.
+        input_scale: [n] in x's dtype: the rounded y is multiplied by it and rounded again. Pass the next layer's
+            `PackedWeight.input_scale`; the layer then need not multiply. If the norm applies the layer's perm and its
+            input_scale, as far as the layer has them, call the layer with ``replace(weight, perm=None,
+            input_scale=None)``.
 
     The kernel reads weight, order and input_scale while the previous kernel may still run. So a kernel of this library
     that is launched right before must not write them.

@@ -102,8 +102,8 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
 
 
 def _check_places(call: NormCall) -> None:
-    """Raises ValueError if results overlap with each other or with an input. A result may have exactly the memory of x
-    or residual.
+    """Raises ValueError if results overlap with each other or with an input. But a result may replace x or residual: it
+    then has exactly the same memory.
     """
     outputs = {name: t for name, t in call.tensors.items() if name in ("out", "residual_out")}
     if len(outputs) == 2:

@@ -9,7 +9,7 @@ NormKind = Literal["rms", "layer"]
 DTYPES = ("bf16", "fp16")
 ORDERED, SCALED, BOTH = "ordered", "scaled", "ordered_scaled"
 INPUTS = {(False, False): "", (True, False): ORDERED, (False, True): SCALED, (True, True): BOTH}
-"""The value of `NormConfig.inputs` for (whether results are permuted, whether results are multiplied by a scale)."""
+"""The values of `NormConfig.inputs`, by (whether results are permuted, whether results are multiplied by a scale)."""
 VECTOR = 8  # elements of 16 bits in one access of 16 bytes
 THREADS = (64, 128, 256, 512, 1024)
 VECTORS = (1, 2, 4)

@@ -46,8 +46,8 @@ class LayerInputs:
 
     def ask(self, order, factors, places) -> tuple[list[Any], list[Any]]:
         """Starts loading order (eight words) and factors (four words) for each vector at ``places``. Returns (orders,
-        factors), each with one list of words for each vector. If the configuration has no order or no factors, its list
-        is empty.
+        factors), each with one list of words for each vector. Without an order in the configuration, the list of orders
+        is empty; without factors, that of factors.
         """
         # Not as constant memory: ptxas moves such loads after the wait.
         orders = [self.load(order + Int64(place) * 4, (0, 16)) for place in places] if self.config.ordered else []

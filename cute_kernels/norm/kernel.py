@@ -24,7 +24,7 @@ from cute_kernels.norm.inputs import LayerInputs
 
 @dataclass(frozen=True)
 class Rows:
-    """Addresses and strides of the tensors of which each CTA takes one row; run-time values."""
+    """The addresses and strides of the tensors whose rows CTAs process, one row each; run-time values."""
 
     x: Int64
     residual: Int64

@@ -61,10 +61,9 @@ def _checked(call: NormCall) -> NormCall:
 
 
 def _may_meet(call: NormCall) -> bool:
-    """Returns whether a given output may overlap with another tensor of the call: both share a storage. Such calls are
-    always checked, since a plan's key cannot say whether tensors overlap.
-
-    This does not include an output that replaces a whole x or residual.
+    """Returns whether a given output shares its storage with another tensor of the call, so that they may overlap. Such
+    calls are always checked, since a plan's key cannot say whether tensors overlap. An output that is the same tensor
+    as x or residual does not count.
     """
     if call.out is None and call.residual_out is None:
         return False

@@ -25,8 +25,8 @@ class WriteConfig:
         dtype: the dtype of the numbers that the kernel reads: "bf16", "fp16" or "fp32".
         rope: "none", "half" or "interleaved", over all 64 RoPE columns.
         placed: whether a call gives a slot for each token. If not, token i is written to slot i.
-        unit: number of bytes of the widest store, 16 or 8. It is 8 for pages of single 584-byte tokens, which begin at
-            multiples of 8.
+        unit: number of bytes of the widest store, 16 or 8. It is 8 if pages hold a single 584-byte token, since such
+            pages begin at multiples of 8.
         num_warps: number of warps of a CTA; each writes one token.
     """
 

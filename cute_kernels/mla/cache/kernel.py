@@ -4,11 +4,11 @@ bulk.
 A warp writes a token. A lane has 16 neighbouring latent columns, so a tile that shares a scale belongs to 8 lanes (128
 columns) or 4 (64). The lanes of a tile exchange their largest magnitudes by xor shuffles. A lane also has two
 neighbouring RoPE columns. With interleaved RoPE, the two columns are a pair. With half-split RoPE, they belong to two
-pairs, and lane xor 16 has the second columns of these pairs. All loads of a token are issued before the first wait.
-Warps share nothing.
+pairs, whose other columns are in lane xor 16. All loads of a token are issued before the first wait. Warps share
+nothing.
 
-448 latent columns take 28 lanes. The last four lanes repeat the four before them and write the same bytes to the same
-places, so that lanes do not diverge.
+448 latent columns take 28 lanes. The last four lanes have the same columns as the four before them, and write the same
+bytes to the same addresses, so that lanes do not diverge.
 
 The scale is FlashMLA's, ``2 ** ceil(log2(max(absmax / 448, 1e-4)))`` (:mod:`layouts.kv.mla`). 448 is 1.75 * 2**8. So
 the scale's exponent is absmax's exponent minus 8, plus 1 if the mantissa exceeds 1.75. The smallest scale, 2**-13, is

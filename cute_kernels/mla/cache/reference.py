@@ -16,7 +16,7 @@ def append_mla_reference(call: AppendMlaCall, shape: CacheShape) -> None:
 
 
 def tokens_of(call: AppendMlaCall, compute_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the numbers that are quantised, [tokens, head_dim]: latent columns as they are, RoPE columns rotated."""
+    """Returns the numbers to quantise, [tokens, head_dim]: latent columns unchanged, RoPE columns rotated."""
     k_rope = call.k_rope.to(compute_dtype)
     if call.rope is not None and call.position_ids is not None:
         k_rope = call.rope.apply(k_rope.unsqueeze(1), call.position_ids).squeeze(1)

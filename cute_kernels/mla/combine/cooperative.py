@@ -48,10 +48,10 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """The places in global memory of the parts of one row and one block of heads; run-time values.
+    """The places in global memory of the parts of one row and one block of 64 heads; run-time values.
 
-    A reader is a CTA that adds up ``each`` neighbouring heads. Each reader has its own memory: its heads of all parts,
-    part after part, and a flag for each part.
+    A reader is a CTA that adds up ``each`` neighbouring heads. For each reader there is memory for its heads of all
+    parts, part after part, and for a flag of each part.
     """
 
     words: Int64  # addresses: of all parts
@@ -89,8 +89,8 @@ class PartPlaces:
 
 @cute.jit
 def publish_part(work_tiles, acc, stats, memory, warp, lane, half: cutlass.Constexpr):
-    """Publishes half of the columns of a warp's 16 rows for the CTAs that add them up. The half has two pieces in the
-    queries' shared memory, so one piece is copied while the next is written.
+    """Publishes half of the columns of a warp's 16 rows for the CTAs that add up these rows. The half is two pieces of
+    128 columns. Each piece has its own place in the queries' shared memory, so one is copied while the next is written.
 
     acc: unnormalised, fp32 [128]. stats: (maximum as an exponent of 2, total) for each of a thread's two rows; () for
     the right half.

@@ -130,8 +130,8 @@ class Writer:
 
     @cute.jit
     def write_scaled(self, work, results, acc, warp, lane, half: cutlass.Constexpr):
-        """Writes a part's unnormalised values in fp16, in the order of :meth:`store`. Also writes the powers of 2 by
-        which the combine multiplies these values.
+        """Writes a part's unnormalised values in fp16, with the columns in the same lanes as in :meth:`store`. Also
+        writes the powers of 2 by which the combine multiplies these values.
         """
         scales = [scale_of(acc, below) for below in range(2)]
         for below in cutlass.range_constexpr(2):

@@ -1,9 +1,9 @@
 """The cluster (DSMEM) reduction: the CTAs of a cluster have the parts of a row and add them up without a second launch.
 
 Every CTA of the cluster attends to a part of the row's tokens, and adds up 512 / cluster columns of the row's output.
-Each CTA publishes its heads' maxima and totals to the cluster, and multiplies its accumulators by their weight in the
-row. It stores the products in the shared memory of the CTA that adds up their columns. That CTA adds in the order of
-the parts, so results do not depend on which part ends first.
+Each CTA publishes its heads' maxima and totals to the cluster, and multiplies its accumulators by its part's weight in
+the row. It stores each product in the shared memory of the CTA that adds up the product's column. Every CTA adds in the
+order of the parts, so results do not depend on which part ends first.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ class ValueLoop:
             self.write(acc, factors, work, results, warp, lane)
 
     def place(self, block: int, chunk: int) -> int:
-        """Returns the index of the first of four accumulators. Accumulators 0 and 1 have column 2g of a chunk, for
-        heads 2t and 2t + 1 of a block of 8 heads. Accumulators 2 and 3 have column 2g + 1."""
+        """Returns the index of the first of a lane's four accumulators for a block of 8 heads and a chunk of 16
+        columns. The first two have column 2g of the chunk, for heads 2t and 2t + 1 of the block. The last two have
+        column 2g + 1."""
         return 4 * (chunk * self.config.head_blocks + block)
 
     def load_factors(self, place, tile, lane) -> list[Any]:

@@ -1,10 +1,10 @@
 """Decodes FP8 tokens of a cache into rows of a bf16 tile: the loads, the arithmetic and the stores of a lane.
 
 A warp loads 8 tokens at a time; lane l has token l % 8. Its i-th load takes 16 bytes from byte 64 i + 16 (l / 8) of the
-token's 512 or 448 codes. A phase of a 16-byte store has 8 lanes, which write 8 different pieces in the 8 rows of a
-swizzle atom. So there are no bank conflicts. Every address is one of three addresses that a lane keeps, plus a
-constant. Loads for the next 8 tokens go into the registers that have just been decoded. So all loads of a warp are
-always in flight, even while it waits for a free tile.
+token's 512 or 448 codes. Shared memory handles a 16-byte store 8 lanes at a time. These lanes write different pieces of
+the 8 rows of a swizzle atom, so there are no bank conflicts. Every address is one of three addresses that a lane keeps,
+plus a constant. Loads for the next 8 tokens go into the registers that have just been decoded. So all loads of a warp
+are always in flight, even while it waits for a free tile.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class TokenDecoder:
 
     def load_last(self, words, scales, token, place) -> None:
         """Starts loading the scales of ``token``, and its pieces for the registers of the last chunk. These loads must
-        be issued after the fence, since a fence waits for loads in flight. The compiler may move constant loads, so
-        they are not marked constant.
+        be issued after the fence that follows the tile's stores, since a fence waits for loads in flight. The compiler
+        may move constant loads, so they are not marked constant.
         """
         self.load_scales(scales, token, constant=False)
         for i in range(self.last_chunk, self.num_loads):
@@ -111,7 +111,8 @@ class TokenDecoder:
         return range(first, min(first + self.config.tiles.load.chunk, self.num_loads))
 
     def write_chunk(self, words, factors: Factors, tile, place, first: int, token: Token | None) -> None:
-        """Decodes and stores a chunk. Unless ``token`` is None, starts loading its pieces for the same registers."""
+        """Decodes and stores a chunk of the current token, which begins with piece ``first``. Unless ``token`` is None,
+        starts loading the same pieces of ``token`` into the freed registers."""
         codes = self.layout.code_slabs
         for i in self.pieces_from(first):
             if i < codes:

@@ -1,8 +1,8 @@
 """The destinations of decoded rows: tiles in the CTA's own shared memory, or in the shared memory of both CTAs of a
 pair (crossover).
 
-A destination says which rows of a block a warp decodes, stores them, sends them to the other CTA, and announces a tile
-to consumers.
+A destination has methods that say which rows of a block a warp decodes, store these rows, send them to the other CTA,
+and announce a tile to consumers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class OwnTiles:
         write_flags(memory, stage, group, valid, lane)
 
     def tile(self, memory, link, stage, group: int):
-        """Returns the address of the warp's ``group`` in a tile's first slab. Lanes add their offsets to it."""
+        """Returns the address, in a tile's first slab, of the warp's ``group``-th group of 8 rows. Lanes add their
+        offsets to it."""
         return memory.tiles + stage * self.config.tile_bytes + group * GROUP_BYTES
 
     def here(self, tile):
@@ -75,9 +76,9 @@ class PeerLink:
 
 @dataclass(frozen=True)
 class SharedTile:
-    """The destination of a warp's rows in the two CTAs of a pair; run-time values. It has the rows' addresses in this
-    CTA, the distance from them to the same rows in the other CTA's memory, and the other CTA's barrier, which counts
-    the rows' bytes.
+    """The destination of a warp's rows in the two CTAs of a pair; run-time values. It has the address of the rows in
+    this CTA, the distance in bytes to the same rows in the other CTA's memory, and the other CTA's barrier, which
+    counts the bytes of the rows that it receives.
     """
 
     address: Int32

@@ -3,7 +3,7 @@ into L2.
 
 The compiler uses one counter to wait for all loads that a loop carries in registers. So a warp that used an entry from
 a register would also wait 1000 clocks for the tokens that it has just requested. Therefore entries are copied to shared
-memory without passing through registers. Each warp has the entries of its own rows, which its lanes write and read.
+memory without passing through registers. Each warp loads and reads only the entries of its own rows.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Entries:
 
     @cute.jit
     def step(self, cursor, source, memory, number, first_row, lane):
-        """Waits for earlier entries, and starts loading the entries of one more block. Prefetches tokens if the
-        configuration prefetches. Runs after the tile of block ``number``.
+        """Waits for the entries in flight, and starts loading the entries of one more block. Prefetches tokens if the
+        configuration prefetches. Callers call it when the tile of block ``number`` is filled.
         """
         self.wait()  # for what the last step asked for
         self.request(cursor, source, memory, number + (self.lead + 1), first_row, lane)
@@ -116,7 +116,7 @@ class Entries:
 
     def lines(self, sharer) -> list[Any]:
         """Returns byte offsets in a token, one for each line that a lane prefetches. sharer: index of the lane among
-        the lanes that share the lines of a token. Tokens begin on any multiple of 16 bytes.
+        the lanes that prefetch the same token. Tokens begin on any multiple of 16 bytes.
         """
         count = -(-(self.token_bytes + LINE_BYTES - wgmma_tiles.PIECE_BYTES) // LINE_BYTES)
         share = -(-count // (WARP_THREADS // self.rows))

@@ -66,8 +66,8 @@ class Fp8Load:
         self.tiles.finish(memory, stage, phase)
 
     def step(self, number, groups: int, place):
-        """Returns (block, row) of a lane's token in the warp's ``groups``-th group of 8 tokens. Groups are counted from
-        the first group of block ``number``.
+        """Returns (block, row in the block) of a lane's token in the warp's ``groups``-th group of 8 tokens, counted on
+        from the first group of block ``number`` into later blocks.
         """
         ahead, group = divmod(groups, self.config.warp_groups)
         return number + ahead, place.row + group * GROUP_TOKENS

@@ -98,8 +98,8 @@ def load_int(address) -> Int32:
 
 
 class Locator:
-    """The base of both locators. A block has a mark, an integer with which a locator can find tokens later. A locator
-    finds a token by its block's mark and its entry.
+    """The base of both locators. A token is located by two integers: its entry, and its block's mark. A mark says where
+    the block's tokens lie: in which cache, or at which positions of the row.
     """
 
     def entry_place(self, work, source, block, position) -> tuple[Any, Any]:
@@ -204,8 +204,8 @@ class PagedLocator(Locator):
         return self.token(source, entry, block, position)
 
     def token(self, source, entry, block, position) -> Token:
-        """Returns the token of an entry of a block. If its page does not exist, the token is not valid: it is loaded as
-        zeros, and scored."""
+        """Returns the token with entry ``entry`` at a position of a block. If the entry is no page of the cache, the
+        token is not valid: its row becomes zeros, and is scored all the same."""
         place = Uint32(block * BLOCK_TOKENS + position)
         _, offset = source.pages.page_size.divide(place)
         valid = (entry >= 0) & (entry < source.num_pages)
@@ -218,5 +218,5 @@ def make_locator(tokens: str) -> SparseLocator | PagedLocator:
 
 
 def count_blocks(length, extra_length):
-    """Returns (blocks of the cache, blocks of both caches)."""
+    """Returns (number of blocks of a row's tokens in the cache, number of its blocks in both caches)."""
     return blocks_of(length), blocks_of(length) + blocks_of(extra_length)

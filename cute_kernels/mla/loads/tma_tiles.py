@@ -2,8 +2,8 @@
 
 One thread issues the loads. A tile is loaded and released in two parts, each with its own barriers. The first part is
 the left half of the value with the columns after the value. The second part is the right half of the value, which
-:mod:`.mainloops.delayed_pv` reads a block later. Two CTAs of a cluster, with different heads of a row, need the same
-tokens: each loads half of the tokens for both (TMA multicast).
+:mod:`.mainloops.delayed_pv` reads a block later. In a cluster of two CTAs, both have heads of the same row and need the
+same tokens. Each CTA loads half of the tokens for both (TMA multicast).
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ def mask(scores, flags, lane):
 
 
 def hide(scores, flags, lane) -> None:
-    """Sets to -inf the scores of tokens that do not exist, as :func:`mask` does, but does not test first whether all
-    tokens exist."""
+    """Does what :func:`mask` does, but without first testing whether all tokens exist."""
     for i in range(NUM_SCORES):
         column = sum_place(i)[1]
         bit = Uint32(1 << column % 8) << Uint32(2 * (lane % 4))

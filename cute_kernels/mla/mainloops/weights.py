@@ -91,8 +91,9 @@ class WholeWeights:
         self.hand_over()
 
     def await_end(self) -> None:
-        """Waits in the second warpgroup until it may end a work tile. Without this wait, the second warpgroup would
-        begin the next work tile and announce too early that weights are free."""
+        """Waits in the second warpgroup until it may end a work tile. Without this wait, the second warpgroup could
+        begin the next work tile, and announce that the memory of weights is free before the first warpgroup has ended
+        this work tile."""
         cute.arch.barrier(barrier_id=WEIGHTS_READY[0], number_of_threads=CONSUMER_THREADS)
 
 
