@@ -131,7 +131,7 @@ class Cta:
 
 @dataclass(frozen=True)
 class Roles:
-    """The part of its CTA's tiles that a warp multiplies: the KV head, the queries and the slice of tokens; run-time
+    """The part of the CTA's tiles that one warp multiplies: a KV head, queries and a slice of tokens; run-time
     integers.
     """
 

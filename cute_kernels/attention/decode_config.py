@@ -125,8 +125,8 @@ class DecodeConfig:
     def filling_warps(self) -> int:
         """Number of producer warps that copy.
 
-        Each of them copies a part of every whole tile. A warp with nothing to copy would not be waited for by any
-        barrier. It could fall behind by a round of the ring, and mistake one barrier phase for another.
+        Each of them copies a part of every whole tile. No barrier would wait for a warp with nothing to copy. Such a
+        warp could fall behind by a round of the ring, and mistake one barrier phase for another.
         """
         return min(self.pipeline.producer_warps, most_filling_warps(self))
 

@@ -11,21 +11,22 @@ workspace (:mod:`.combine.merge`). The order of merging is fixed, so the output 
 
     warps                             what they do
     0 to num_warps - 1                consumers: a KV head, blocks of queries and a slice of every tile each
-    then filling_warps                producers: the first initialises barriers; copies of a tile are shared out
+    then filling_warps                producers: the first initialises barriers; all copy a part of each tile
     then up to cta_threads            nothing; they lend their registers to the consumers
 
     barrier                  of              arrivals                             who waits
-    pipeline, full           each stage      1 with the bytes that come, if any   consumers
-                                             are counted; of copies by words one
-                                             of every producer thread
+    pipeline, full           each stage      1 with the copies' bytes, unless     consumers
+                                             all copies are by words; if any are,
+                                             also 1 of every producer thread
     pipeline, empty          each stage      num_warps, each consumer's lane 0    producers
     READY (1)                the CTA         producers say that barriers are      consumers
                                              initialised
     CONSUMERS (2)            consumers       all of them: the merge               all of them
-    PRODUCERS (3)            producers       all of them, if more than one:       all of them
-                                             after initialising, at partial tiles
-    MERGED (4)               the CTA         all of them, between the units of    all of them
-                                             a range that merges in the ring
+    PRODUCERS (3)            producers       all of them, if there are several:   all of them
+                                             after initialisation, and before
+                                             partial tiles
+    MERGED (4)               the CTA         all of them, between units, if the   all of them
+                                             merge buffer overlaps the ring
     ROWS_WRITTEN (10)        the CTA         consumers: new rows lie in the       producers
                                              cache (a step in one launch)
 
@@ -90,8 +91,8 @@ class DecodeKernel:
         self.assigner = Assigner(config.tile_tokens)
 
     def launch(self, given, stream):
-        """Launches over (splits, groups of KV heads x groups of query blocks, batch); ``given`` has the arguments of
-        :mod:`cute_kernels.attention.arguments`."""
+        """Launches a grid of CTAs (splits, groups of KV heads x groups of query blocks, rows of CTAs); ``given`` has
+        the arguments of :mod:`cute_kernels.attention.arguments`."""
         config = self.config
         features, uneven = self.feature_values(given), (Int32(0), Int32(0))
         block_table, max_pages, table_stride = Int64(0), Int32(0), Int32(0)

@@ -2,8 +2,8 @@
 
 Requests with one query are limited by bandwidth, requests with hundreds of queries by MMAs. Over 16-bit caches the two
 kernels do not slow each other much, if both have SMs to run on. So a prefill leaves some SMs free, and decoding runs on
-these. Over codes both kernels need all SMs, so they run one after the other. docs/design/extend_attention.md has the
-figures.
+these. Over quantised caches both kernels need all SMs, so they run one after the other. docs/design/extend_attention.md
+has the figures.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def decode_plan_of(
     """Returns the plan of a checked call with a given schedule.
 
     Args:
-        send: the compiled kernel, bound to its constant arguments. It takes other arguments
-            (:mod:`cute_kernels.attention.arguments`) by name, and finds further arguments in ``options`` and ``new``.
-            In native code it compares the shape, strides, dtype, alignment and device of every tensor with its compiled
-            signature. It launches on torch's current stream of the tensors' device.
+        send: the compiled kernel, bound to its constant arguments. It takes the call's arguments
+            (:mod:`cute_kernels.attention.arguments`) by name; those of features and of appended tokens it finds in
+            ``options`` and ``new``. In native code it compares the shape, strides, dtype, alignment and device of every
+            tensor with its compiled signature. It launches on torch's current stream of the tensors' device.
     """
     index, own_scale, num_words = call.q.device.index, call.softmax_scale, workspace_words(schedule, problem)
     new_out, new_lse = blank(call.out_shape, call.q.dtype), blank(call.out_shape[:3], torch.float32)
@@ -134,9 +134,9 @@ def decode_plan_of(
         tensor, lse if asked for).
 
         ``partials``: a workspace of the caller's, in which the partial results of all splits stay. ``new``: None,
-        except for a decode step in one launch. Then ``new`` is (k, v, constants, extras): what the step appends. k and
-        v are of the newest tokens, [batch, num_kv_heads, head_dim] each. The function is flat, without objects on the
-        way, because each layer of a decoding step waits for it.
+        except for a decode step in one launch. Then ``new`` is what the step appends, (k, v, constants, extras); k and
+        v of the newest tokens are [batch, num_kv_heads, head_dim]. The function makes no objects and calls little,
+        since each layer of a decoding step waits for it.
         """
         q, k_cache, v_cache, seq_lens, _, softmax_scale, _, return_lse, out, options, _ = given
         if out is None:

@@ -23,7 +23,7 @@ __all__ = ["mla_decode", "sparse_mla_decode"]
 
 
 class DenseOptions(TypedDict, total=False):
-    """The options of `mla_decode` beside ``return_lse``."""
+    """The options of `mla_decode` except ``return_lse``."""
 
     softmax_scale: float | None
     causal: bool
@@ -31,7 +31,7 @@ class DenseOptions(TypedDict, total=False):
 
 
 class SparseOptions(TypedDict, total=False):
-    """The options of `sparse_mla_decode` beside ``return_lse``."""
+    """The options of `sparse_mla_decode` except ``return_lse``."""
 
     softmax_scale: float | None
     topk_length: torch.Tensor | None

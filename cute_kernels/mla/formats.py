@@ -66,7 +66,7 @@ class MlaFormat:
     def quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Converts floating [..., head_dim] to tokens [..., row] of the format's first dtype.
 
-        With split pages a token's bytes lie as in a page of one token: data, then scales.
+        For split pages, the result has each token's data, then its scales, as in a page of one token.
         """
         rows = self.token(x.shape[-1]).quantize(x)
         return rows.view(self.cache_dtypes[0])

@@ -106,7 +106,8 @@ def dense(call: DenseCall) -> Results:
 
 
 class SparseCall(NamedTuple):
-    """The arguments of :func:`cute_kernels.mla.sparse_mla_decode`. with_max: whether the largest scores are wanted."""
+    """The arguments of :func:`cute_kernels.mla.sparse_mla_decode`. with_max: whether to return each query head's
+    largest score."""
 
     q: torch.Tensor
     cache: torch.Tensor
@@ -119,7 +120,7 @@ class SparseCall(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        """The tensors that the call reads, by name; None for those that are not given."""
+        """The tensors that the call reads, by name; None for tensors that are not given."""
         return {"q": self.q, "cache": self.cache, "indices": self.indices, **self.extras._asdict()}
 
     def problem(self) -> SparseProblem:

@@ -45,9 +45,10 @@ class Counts:
 class WorkTiles:
     """The work tiles of a CTA; run-time values.
 
-    A work tile is a part of a row for 64 of its heads. Without stream-K a CTA has one work tile. CTAs are ordered by
-    block of heads first, then row, then part, so the CTAs of a cluster share row and part. Under stream-K a CTA has a
-    work range of ``left`` units over successive rows. The range begins with the ``start``-th unit of ``row``.
+    A work tile is a part of a row for 64 of its heads. Without stream-K a CTA has one work tile. The block of heads
+    varies fastest from CTA to CTA, then the row, then the part. So the CTAs of a cluster have the same row and part.
+    Under stream-K a CTA has a work range of ``left`` units over successive rows. The range begins with the ``start``-th
+    unit of ``row``.
     """
 
     shape: MlaSizes
@@ -92,8 +93,8 @@ class WorkTiles:
         )  # fmt: skip
 
     def next_tile(self, row, left) -> WorkTile:
-        """Returns the next work tile under stream-K: a row from its first block on. The work tile has only the fields
-        that a cursor needs."""
+        """Returns the next work tile under stream-K: a row from its first block on. The result has only the fields that
+        a cursor needs."""
         length, main_blocks, num_blocks, extra_length = self.measure(row)
         first_head, end = self.head_block * BLOCK_HEADS, cutlass.min(left, num_blocks)
         left = left - cutlass.min(left, units_of(num_blocks))

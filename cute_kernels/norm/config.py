@@ -100,8 +100,8 @@ class NormConfig:
 def launch_shape(n: int) -> tuple[int, int]:
     """Returns (threads of a CTA, vectors of a thread) for rows of n columns; n is a multiple of 8 up to MAX_COLUMNS.
 
-    Chooses the fewest vectors with which `USUAL_THREADS` threads suffice, then the fewest threads. A row takes the
-    latency of its loads and of one or two reductions, however many bytes it has.
+    Chooses the fewest vectors with which `USUAL_THREADS` threads suffice, then the fewest threads. A row's time is the
+    latency of its loads and of one or two reductions, whatever its length.
     """
     shapes = [(t, v) for v in VECTORS for t in THREADS if n <= t * v * VECTOR <= MAX_COLUMNS]
     return min(shapes, key=lambda shape: (shape[0] > USUAL_THREADS, shape[1] > 2, shape[1], shape[0]))

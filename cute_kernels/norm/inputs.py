@@ -1,8 +1,8 @@
 """`LayerInputs`, which scales and permutes the inputs of a quantised layer in the launch of the norm before the layer.
 
-A separate launch would have to wait for the norm and load its results again. Order and factors belong to the layer's
-weight, so they are loaded before the wait for the previous kernel. A row is permuted in shared memory, where access to
-scattered elements of two bytes is fast.
+A separate launch would have to wait for the norm and load the norm's results again. The order and the factors do not
+depend on the previous kernel, so they are loaded before the wait for it. A row is permuted in shared memory, where
+access to scattered elements of two bytes is fast.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Weights do not depend on the previous kernel, so they are loaded before the wait for that kernel's end (programmatic
 dependent launch). The next kernel may start, and load its weights, as soon as all CTAs of this kernel have started. The
-order of each sum does not depend on the number of rows.
+order in which a row's elements are added does not depend on the number of rows.
 """
 
 from __future__ import annotations

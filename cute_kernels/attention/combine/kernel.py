@@ -36,7 +36,7 @@ class Parts:
     Attributes:
         values: address of the first part's values [rows, head_dim].
         sums: address of the first part's log-sum-exps, fp32 [rows].
-        value_stride, sum_stride: bytes from one part's values, or sums, to those of the next part.
+        value_stride, sum_stride: bytes from one part to the next, in ``values`` and in ``sums``.
         count: number of parts.
         lse: address of fp32 [rows], or 0.
         sinks: address of fp32 [num_heads], or 0.

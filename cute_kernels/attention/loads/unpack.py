@@ -87,9 +87,7 @@ class UnpackTarget:
 
 @dataclass(frozen=True)
 class UnpackWork:
-    """A tile to unpack: its request, head and block. Tokens first_valid to kv_stop - 1 are those that some query of the
-    request sees.
-    """
+    """A tile to unpack: its request, head and block. The request's queries see tokens first_valid to kv_stop - 1."""
 
     request: Int32
     head: Int32

@@ -58,8 +58,8 @@ class Logits:
 
     @cute.jit
     def apply(self, state, s, score_scale: Float32, tokens, masked):
-        """Turns raw scores s [rows x columns] into logits, in place. Returns a factor by which the results still have
-        to be multiplied.
+        """Turns raw scores s [rows x columns] into logits, in place, except for a factor. Returns the factor, by which
+        the caller has to multiply s; it is 1 if score options have been applied.
 
         tokens: the key position of each row. masked: whether some key of the tile is hidden from some query.
         """

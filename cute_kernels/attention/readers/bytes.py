@@ -3,7 +3,7 @@
 Every code is a number that fp16 holds exactly, so bytes become operands without loss:
 
 - E4M3: the hardware converts pairs of neighbouring bytes.
-- E5M2 is the upper byte of an fp16: bytes are put in place.
+- E5M2 is the upper byte of an fp16: byte permutes move it there.
 - INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24. Tensor
   cores multiply it exactly (see :mod:`.int4`). For V one packed addition subtracts the 128, so sums have no bias. For K
   no addition is needed. Every dot product is 128 * sum(Q) too large, so accumulators begin at -128 * sum(Q). The usual

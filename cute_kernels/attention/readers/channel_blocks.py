@@ -10,8 +10,8 @@ accumulators are equal, and the codes' MMAs start from them. For 32 tokens and 1
 (8 more for the shifts) and 8 MMAs. With scales per row and four groups, it would take a conversion, a product and a sum
 for each group, row and query.
 
-The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries begin below 2**6. Registers of high
-nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
+The range of fp16: scales are at most 2 * 4094 / 15 = 546 (`LIMIT`), so queries are first scaled to below 2**6.
+Registers of high nibbles hold a 16th of their queries (see `.int4`); 16 times a shift is an fp16 number, too.
 
 **The tail.** The block that is not full yet is kept in 16 bits outside the cache, in a ring of 64 rows a sequence. Its
 rows are A operands without a change; the pairs of the queries are put in the same order.
@@ -182,7 +182,7 @@ class ChannelBlockKeyReader(Int4KeyReader):
 
 
 def _added(parts: list[list[Any]]) -> list[Any]:
-    """Returns the sum of accumulators, of which there are one or two sets."""
+    """Adds up one or two sets of accumulators."""
     return parts[0] if len(parts) == 1 else [first + second for first, second in zip(*parts, strict=True)]
 
 

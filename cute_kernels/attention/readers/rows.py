@@ -117,7 +117,8 @@ class RowKeyReader(RowLoads, CodeKeyReader):
         return WORD_BYTES * (self._row_offset(j) + words)
 
     def _score_rows(self, state: State, words, headers) -> list[list[Any]]:
-        """Computes scores of row halves, two of which make an MMA tile. Returns [row half][column]."""
+        """Computes the scores of two or four row halves; two row halves are the 16 rows of an MMA. Returns [row
+        half][column]."""
         scores: list[list[Any]] = [[None] * self.config.columns for _ in words]
         blocks, tiles = range(self.config.mainloop.blocks_per_warp), range(len(words) // 2)
         for group in range(self.num_groups):

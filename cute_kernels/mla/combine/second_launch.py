@@ -1,8 +1,8 @@
 """The second launch, which adds up the parts of cut rows. A thread has four columns of some parts of a head.
 
 The first launch writes the parts. The second launch begins before the first one has ended (programmatic dependent
-launch), then waits for its end. When it begins, only a few SMs are idle. Small CTAs would all start on these SMs. If
-few rows are cut into many parts, a CTA is therefore so large that an SM holds only one. All SMs then load, and all
+launch), then waits for its end. When it begins, only a few SMs are idle, and small CTAs would all start on these.
+Therefore, if few rows are cut into many parts, CTAs are so large that an SM holds only one. Then all SMs load, and all
 parts are loaded at once.
 """
 

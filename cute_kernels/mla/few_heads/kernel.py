@@ -2,7 +2,8 @@
 
 4 producer warps fill the pipeline stages (:mod:`.few_heads.producer`). 4 score warps compute scores and weights
 (:mod:`.few_heads.score_loop`). 8 value warps compute 64 columns of the output each (:mod:`.few_heads.value_loop`). Only
-the mbarriers below synchronise the warps; stages, and two buffers of weights, are used in turn.
+the mbarriers below synchronise the warps. The pipeline stages are used one after the other, and so are two buffers of
+weights.
 
     mbarrier   one for each         arrivals                                                  who waits
     full       pipeline stage       33 of each producer warp: its lanes' copies, and flags    score and value warps

@@ -5,9 +5,9 @@ E4M3 codes become fp16 numbers, so queries for latent columns have to be fp16. A
 rounded to a multiple of 2**-24. The RoPE columns are bf16 in the cache. Their queries are scaled by the same power, so
 that all products of a head can be added up. This scaling is exact.
 
-An operand (B of m16n8k16) is two words of a lane for 16 columns. The words may stand for any columns, if keys have the
-same order. For latent columns, lane (g, t) has columns 4t to 4t + 3, since a word of the keys has the codes of these
-columns. For RoPE columns, it has the usual 2t, 2t + 1, 2t + 8, 2t + 9.
+An operand (B of m16n8k16) is two words of a lane for 16 columns. The words may hold any of these columns, if the
+operand of the keys has the same columns in the same order. For latent columns, lane (g, t) has columns 4t to 4t + 3,
+since a word of the keys has the codes of these columns. For RoPE columns, it has the usual 2t, 2t + 1, 2t + 8, 2t + 9.
 """
 
 from __future__ import annotations

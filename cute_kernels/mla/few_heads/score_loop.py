@@ -128,7 +128,7 @@ class ScoreLoop:
     # -- scores: [block of heads][token g or g + 8][head 2t or 2t + 1] -------------------------------------------------
 
     def load_scales(self, rows, lane) -> list[list[Any]]:
-        """Loads scales [token][tile] of a lane's two tokens."""
+        """Loads the scales of a lane's two tokens, [token][tile of columns]."""
         address = rows + lane // 4 * ROW_BYTES
         loads = (ptx.load_shared_vector(address, half * 8 * ROW_BYTES + SCALES_OFFSET, NUM_TILES) for half in range(2))
         return [[word.bitcast(Float32) for word in words] for words in loads]
@@ -184,7 +184,7 @@ class ScoreLoop:
     # -- softmax ------------------------------------------------------------------------------------------------------
 
     def exceeds(self, state: State, scores, scales, slack) -> Int32:
-        """Returns 1 if a lane has a weight above 2**slack, or a token's scale above its tile's limit; else 0."""
+        """Returns 1 if a lane has a weight above 2**slack, or a token's scale that exceeds the tile's limit; else 0."""
         found = scales[0][0] > state.limits[0]
         for tile in range(NUM_TILES):
             for half in range(2):

@@ -27,10 +27,10 @@ LINE_BYTES = 128  # of L2
 class Entries:
     """A producer warp's entries in a circular buffer of ``ring`` blocks.
 
-    A block's entries are loaded ``lead + 1`` blocks ahead, and first read a block later. Its tokens are prefetched into
-    L2 ``prefetch`` blocks ahead; lanes share the lines of 128 bytes. The tokens of the first two blocks are prefetched
-    at the start. The tokens of the next blocks are prefetched only after the first tile, since at the beginning of a
-    launch all SMs load at once, queries too.
+    A block's entries are loaded ``lead + 1`` blocks ahead, and may be read from ``lead`` blocks ahead on. Its tokens
+    are prefetched into L2 ``prefetch`` blocks ahead; the lanes divide a token's lines of 128 bytes among them. The
+    tokens of the first two blocks are prefetched at the start. The tokens of the next blocks are prefetched only after
+    the first tile, since at the beginning of a launch all SMs load at once, queries too.
     """
 
     locator: SparseLocator | PagedLocator

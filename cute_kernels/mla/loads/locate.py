@@ -52,7 +52,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Indices into a cache; run-time values."""
+    """The indices that queries choose from a cache; run-time values."""
 
     pages: Pages
     num_tokens: Int32  # indices below it exist
@@ -63,7 +63,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class SparseSource:
-    """The tokens of a row: tokens of the cache, then tokens of the extra cache in blocks of their own."""
+    """The tokens of a row: tokens of the cache, then tokens of the extra cache. No block has tokens of both caches."""
 
     main: Chosen
     extra: Chosen

@@ -1,10 +1,10 @@
 """Delayed PV: the stepped mainloop, but the right half of P V is computed one block later. Tiles are loaded in two
 parts.
 
-Without the delay, the tensor cores would be idle between a block's scores and its first weights. During this time the
-second warpgroup multiplies the right half of the block before. It holds the weights of that block in registers, as A
-operands, so shared memory is free for the next weights. The first warpgroup queues the next scores after its own half.
-So the left part of a tile is released a block before the right part.
+Without the delay, the tensor cores would be idle between a block's scores and its first weights. With it, the second
+warpgroup multiplies the right half of the block before during this time. It holds the weights of that block in
+registers, as A operands, so shared memory is free for the next weights. The first warpgroup queues the next scores
+after its own half. So the left part of a tile is released a block before the right part.
 
     tensor cores   scores b | right b - 1 | left b | scores b + 1 | right b | left b + 1 | ...
     first          waits    | softmax b            | waits        | softmax b + 1

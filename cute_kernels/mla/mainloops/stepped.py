@@ -1,9 +1,9 @@
 """The stepped mainloop: scores, then the weights of 16 tokens at a time. The weights of each 16 tokens are computed
 during the MMAs of the 16 tokens before.
 
-As soon as 16 tokens have weights, the left half of their P V begins. The weights of the next 16 tokens are computed
-while it runs. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the first 16
-weights of a row exist. If memory or gathering is the bottleneck, :mod:`.mainloops.serial` is faster.
+As soon as 16 tokens have weights, the MMAs of the left half of their P V begin. Meanwhile the weights of the next 16
+tokens are computed. The second warpgroup gets the weights in two parts. So the tensor cores are idle only until the
+first 16 weights of a row exist. If memory or gathering is the bottleneck, :mod:`.mainloops.serial` is faster.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 One thread per row computes what all threads need: the factor of each warpgroup's sums, and the row's destination.
 
 If a work tile has two KV heads, each warpgroup has one head and writes the columns of both its MMAs. Otherwise both
-warpgroups have one head, and half of the keys each. Then each warpgroup keeps one MMA's columns. It sends the other
-MMA's columns to the other warpgroup, through its buffers of probabilities.
+warpgroups have one head, and half of the keys each. Then each warpgroup keeps one MMA's columns, and sends the other
+MMA's columns to the other warpgroup. The sender's buffers of probabilities hold them meanwhile.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class KeyRowsResults:
     @cute.jit
     def finish_row(self, shape, operands, features, work, memory, row: Int32, first: Int32):
         """Computes one row's factors and destination, and publishes them. Stores the row's log-sum-exp or, with splits,
-        its weight. first: the first warpgroup of the row's KV head.
+        its weight: log2 of the split's sum of exponentials. first: the first warpgroup of the row's KV head.
         """
         config = self.config
         exists = work.first_row + row < work.num_rows
