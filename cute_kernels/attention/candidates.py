@@ -164,7 +164,7 @@ def _groups(form: KvFormat) -> int:
     """Returns the number of groups of a row, for estimates of registers.
 
     Keys in blocks count as at least four groups, because their scales multiply the queries. With four groups, a warp
-    can have two blocks of queries if an SM has one CTA. It never has registers for four blocks.
+    can have two blocks of queries if an SM has one CTA. A warp never has registers for four blocks.
     """
     return max(form.num_groups, 4 if form.in_blocks else 1)
 

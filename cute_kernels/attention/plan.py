@@ -173,8 +173,8 @@ def decode_sender(call: AttentionCall, schedule: DecodeSchedule) -> Callable[...
 
 
 def known_arguments(call: AttentionCall, schedule: DecodeSchedule) -> tuple[dict[str, int | float], dict[str, Place]]:
-    """Returns how the kernel gets the arguments of features: (arguments that are constant for a plan, for each
-    remaining argument its place in a call's options).
+    """Returns two dicts of the kernel's arguments for features, by name: the values of arguments that are constant for
+    a plan, and the places in a call's options of the remaining arguments.
     """
     config = schedule.config
     features = config.features

@@ -87,8 +87,8 @@ launch = launcher(_key, _checked_launch, _plan_of, _without_tokens)
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, options: dict[str, Any]) -> AttentionCall:
-    """Returns the checked call. It treats K and V as one contiguous cache that has the tokens of all requests; its
-    seq_lens say where each request's tokens end in this cache.
+    """Returns the checked call. The call treats K and V as one contiguous cache that has the tokens of all requests;
+    its seq_lens say where each request's tokens end in this cache.
     """
     check_query(q)
     if cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape[0] < 1:

@@ -95,8 +95,8 @@ class MlaConfig:
     """One variant of MLA decode.
 
     Attributes:
-        tokens: "sparse": queries see the tokens that indices name. "paged": they see the first tokens of every request,
-            which its block table lists.
+        tokens: "sparse": queries see the tokens that indices name. "paged": queries see the first tokens of their
+            request, which its block table lists.
         form: name of the cache's format.
         head_dim: number of columns of a key, one of the format's.
         tiles: how tiles are filled and multiplied, and partial results combined: see :mod:`.policies`. With crossover a

@@ -1,7 +1,7 @@
 """The formats of MLA caches: the bytes of a token, and where they lie in a page. A format is one object.
 
-:mod:`layouts.kv.mla` describes and packs the bytes of a token. This module reads them from tensors and writes them to
-tensors. A cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
+:mod:`layouts.kv.mla` describes and packs the bytes of a token. This module reads tokens from cache tensors, and writes
+tokens to them. A cache is [num_pages, page_size, row], pages may be padded, and a slot is page * page_size + offset.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class SplitTiles:
 @dataclass(frozen=True)
 class CooperativeTiles:
     """The policy of a cooperative combine. All CTAs of a launch are resident, each has one part of a row, and the CTAs
-    combine the parts. They load whole tiles by crossover, for the mainloop "stepped"."""
+    combine the parts. The CTAs load whole tiles by crossover, for the mainloop "stepped"."""
 
     load: Crossover
     kind: str = field(default="cooperative", init=False)

@@ -167,8 +167,8 @@ class RingFiller:
         """Lets the next launch begin, once all tiles of this CTA are in flight and the append has ended. It does so
         only in kernels that follow an append.
 
-        If the next launch began together with this CTA, the two would only compete. It also waits for the append so
-        that the next launch finds all earlier launches finished; the append has usually ended by now.
+        If the next launch began together with this CTA, the two would only compete. This method also waits for the
+        append, so that the next launch finds all earlier launches finished; the append has usually ended by now.
         """
         if const_expr(self.config.after_append):
             cute.arch.griddepcontrol_wait()

@@ -344,9 +344,7 @@ class TileWriter:
 
     @cute.jit
     def tell(self, word: Uint32, address: Int32, lane: Int32):
-        """Publishes ``word``, which has the powers of 2 of K and V, for the consumers. They read it together with K's
-        tile.
-        """
+        """Publishes ``word``, which has the powers of 2 of K and V. Consumers read it together with K's tile."""
         if lane == 0:
             ptx.store_shared(address, 0, [word])
 

@@ -85,8 +85,8 @@ class QueryLoader:
         return [first + part * (self.row_lanes // 8 * SLAB_BYTES) for part in range(self.parts)]
 
     def code_place(self, codes, warp, lane, step: Index):
-        """Returns the shared address of a lane's E4M3 codes. Its piece of 8 numbers of 16 bits becomes 8 codes, which
-        take half a piece.
+        """Returns the shared address of a lane's E4M3 codes. The lane's piece of 8 numbers of 16 bits becomes 8 codes,
+        which take half a piece.
         """
         row, half = warp * WARP_ROWS + step * self.step_rows + lane // self.row_lanes, lane % self.row_lanes
         return codes + wgmma_tiles.piece_offset(row, half // 2) + half % 2 * (wgmma_tiles.PIECE_BYTES // 2)

@@ -3,7 +3,7 @@
 Every code is a number that fp16 holds exactly, so bytes become operands without loss:
 
 - E4M3: the hardware converts pairs of neighbouring bytes.
-- E5M2 is the upper byte of an fp16: byte permutes move it there.
+- E5M2 is the upper byte of an fp16: a permute or a mask puts it there.
 - INT8: a byte with its sign bit flipped, alone in a 16-bit half, is the fp16 subnormal (128 + code) * 2**-24. Tensor
   cores multiply it exactly (see :mod:`.int4`). For V one packed addition subtracts the 128, so sums have no bias. For K
   no addition is needed. Every dot product is 128 * sum(Q) too large, so accumulators begin at -128 * sum(Q). The usual
@@ -58,8 +58,9 @@ class Codes:
         return self.keys(word)
 
     def align(self, word):
-        """Reorders the four codes of a transposed load's word as :meth:`columns` takes them. The load brings both codes
-        of the first token, then both codes of the second one. This class takes them in that order.
+        """Returns a word from a transposed load with its four codes in the order that :meth:`columns` takes. The load
+        brings both codes of the first token, then both codes of the second. In this class :meth:`columns` takes this
+        order, so the word stays as it is.
         """
         return word
 

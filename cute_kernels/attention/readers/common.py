@@ -273,8 +273,8 @@ def _products(values, factors) -> list[Any]:
 
 
 def _nan_if_infinite(value: Float32) -> Float32:
-    """Returns the value, or NaN if it is infinite. The maximum over all queries, from which they are scaled, ignores
-    NaN. So an infinite query changes only the scores of its own row.
+    """Returns the value, or NaN if it is infinite. All queries are scaled by a power of 2 that follows from their
+    maximum, which ignores NaN. So an infinite query changes only the scores of its own row.
     """
     return ptx.fma(value, Float32(0.0), value)
 

@@ -83,7 +83,7 @@ class PartPlaces:
         return self.words + Int64((reader * self.count + part) * PIECES + piece) * self.piece_bytes
 
     def flag(self, reader, part):
-        """Returns the address of a part's flag for a reader. It is set once all pieces of the part are stored."""
+        """Returns the address of a part's flag for a reader. The flag is set once all pieces of the part are stored."""
         return self.flags + Int64(reader * self.count + part) * 4
 
 

@@ -15,7 +15,7 @@ from cute_kernels.mla.mainloops.weights import SteppedWeights, WholeWeights
 class Epilogue:
     """The epilogue of a work tile in both consumer warpgroups, after its last block.
 
-    weights: `WholeWeights` or `SteppedWeights`. The first warpgroup uses its barriers to tell the second warpgroup that
+    weights: `WholeWeights` or `SteppedWeights`, by whose barriers the first warpgroup tells the second warpgroup that
     the work tile has ended.
     """
 

@@ -1,5 +1,5 @@
-"""Entries of future blocks, which a producer warp keeps in shared memory. It also prefetches the tokens of these blocks
-into L2.
+"""Entries of future blocks, which a producer warp keeps in shared memory. The warp also prefetches the tokens of these
+blocks into L2.
 
 The compiler uses one counter to wait for all loads that a loop carries in registers. So a warp that used an entry from
 a register would also wait 1000 clocks for the tokens that it has just requested. Therefore entries are copied to shared

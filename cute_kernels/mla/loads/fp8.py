@@ -25,7 +25,8 @@ LEFT, RIGHT = 0, 1  # parts of a tile
 
 
 class Fp8Load:
-    """The load of whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: their destination."""
+    """The load of whole tiles, for :mod:`.mainloops.serial` and :mod:`.mainloops.stepped`. tiles: the destination of
+    the tiles."""
 
     def __init__(self, config: MlaConfig, tiles: OwnTiles | CrossoverTiles):
         self.config, self.tiles = config, tiles

@@ -1,7 +1,7 @@
 """The locators, which find the tokens of a block. Either indices name the tokens, or the tokens lie in order in the
 pages of a request.
 
-An entry is an index or a page number: it says where a token lies. It is loaded well before its token.
+An entry is an index or a page number: it says where a token lies. Entries are loaded well before their tokens.
 """
 
 from __future__ import annotations

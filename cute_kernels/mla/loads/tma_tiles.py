@@ -48,8 +48,8 @@ class TmaTileMap:
         self.box = (BLOCK_TOKENS // config.cluster, wgmma_tiles.SLAB_COLUMNS)
 
     def source(self, paged: PagedSource, cache, page_stride, token_stride) -> TmaPagedSource:
-        """Makes the tensor map of the cache, on the host. cache: its address. Strides are in bytes; all three are
-        multiples of 16. Tokens of pages that do not exist, and tokens after a page's last one, read as zeros."""
+        """Makes the tensor map of the cache, on the host. cache: the cache's address. Strides are in bytes; all three
+        are multiples of 16. Tokens of pages that do not exist, and tokens after a page's last one, read as zeros."""
         rows, pages = paged.pages.page_size.value, paged.num_pages
         row, page = (cute.assume(Int64(stride) // 2, divby=8) for stride in (token_stride, page_stride))
         layout = cute.make_layout((rows, self.width, pages), stride=(row, 1, page))

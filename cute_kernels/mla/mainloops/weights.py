@@ -75,7 +75,7 @@ class WholeWeights:
 
     def publish(self, packed, tile, warp, lane) -> None:
         """Stores a thread's weights in the K-major tile [64 heads, 64 tokens] that the other warpgroup multiplies with.
-        tile: its address."""
+        tile: the tile's address."""
         row = warp * 16 + lane // 4
         for i in range(0, softmax.NUM_SCORES, 2):
             below, column = wgmma_tiles.sum_place(i)

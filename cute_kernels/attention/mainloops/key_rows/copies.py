@@ -1,11 +1,10 @@
 """Producer warps that copy raw rows of codes into the order that ldmatrix reads, without decoding.
 
 Tensor maps copy rows of 128 bytes and, if `ExtendConfig.mapped` is True, rows with their headers. Tokens that no query
-sees become zeros, which no tensor map writes. So tiles with such tokens are copied by cp.async, as all tiles of the
-remaining configurations are. cp.async copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of
-an fp32 scale and 8-bit codes is copied from the multiple of 16 bytes at or before its start, see
-`codes.ScaledByteRows`. Copies arrive on a tile's barrier asynchronously, so a warp issues tiles as long as there are
-free stages.
+sees become zeros, which no tensor map writes. So cp.async copies tiles with such tokens, and all tiles in other
+configurations. cp.async copies pieces of 16 bytes if rows are multiples of 16 bytes, else words. A row of an fp32 scale
+and 8-bit codes is copied from the multiple of 16 bytes at or before its start, see `codes.ScaledByteRows`. Copies
+arrive on a tile's barrier asynchronously, so a warp issues tiles as long as there are free stages.
 """
 
 from __future__ import annotations
