@@ -150,6 +150,7 @@ def text(data: dict[str, Any]) -> str:
 
 MARK = "<!-- bench:e2e -->"
 MARK_LATEST = "<!-- bench:e2e-latest -->"
+MARK_FLOATS = "<!-- bench:e2e-floats -->"
 MARK_TWO_GPUS = "<!-- bench:e2e-two-gpus -->"
 MARK_SGLANG = "<!-- bench:e2e-sglang -->"
 MARK_STEP = "<!-- bench:e2e-step -->"

@@ -194,6 +194,7 @@ SERVED = (
     ("Llama-3-8B, W4, the same command line", LATEST, "llama3-8b", "w4", "fp8", (1, 32)),
     ("Llama-3-8B, W4, K INT8 and V INT4", LATEST, "llama3-8b", "w4", "int8_token_head,int4_g4", (1, 32)),
     ("Llama-3-8B, W4, INT4 cache", LATEST, "llama3-8b", "w4", "int4_g4", (1, 32)),
+    ("Llama-3-8B, NVFP4, the same command line", f"{LATEST}_floats", "llama3-8b", "nvfp4", "fp8", (1, 32)),
     ("Llama-3-8B, 16-bit weights, INT8 cache", "e2e_vllm", "llama3-8b", "bf16", "int8_per_token_head", (32,)),
     ("Llama-2-70B, one of 8 GPUs, W4, INT4 cache", LATEST, "llama2-70b-shard8", "w4", "int4_g4", (64,)),
     ("Qwen3-30B-A3B, W4, the same command line", LATEST, "qwen3-30b-a3b", "w4", "fp8", (1, 32)),

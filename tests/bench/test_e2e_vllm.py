@@ -400,13 +400,14 @@ def test_a_model_that_is_left_to_vllm_is_judged_by_the_medians_of_turns(on: list
     ("page", "name", "mark", "make"),
     [
         ("tasks/vllm", "e2e_vllm33", e2e_vllm.MARK_LATEST, e2e_vllm.markdown),
+        ("reference/vllm", "e2e_vllm33_floats", e2e_vllm.MARK_FLOATS, e2e_vllm.markdown),
         ("reference/vllm", "e2e_vllm33_two_gpus", e2e_vllm.MARK_TWO_GPUS, e2e_vllm.markdown),
         ("reference/vllm", "e2e_vllm", e2e_vllm.MARK, e2e_vllm.markdown),
         ("reference/vllm", "e2e_vllm", e2e_vllm.MARK_STEP, e2e_vllm.step_markdown),
         ("reference/vllm", "vllm_rows", vllm_rows.MARK, vllm_rows.markdown),
         ("tasks/sglang", "e2e_sglang", e2e_vllm.MARK_SGLANG, e2e_vllm.markdown),
     ],
-    ids=["0.33", "two GPUs", "0.26", "step", "rows", "SGLang"],
+    ids=["0.33", "floats", "two GPUs", "0.26", "step", "rows", "SGLang"],
 )
 def test_the_page_has_the_records_table(page: str, name: str, mark: str, make: Callable[[Any], str]):
     text = (ROOT / f"docs/{page}.md").read_text()
