@@ -146,8 +146,9 @@ class Filling:
                 wants_bias, why = known[0].biased, "experts have one"
             if wants_bias and not has_bias:
                 raise ValueError(f"{join(name, 'bias')}: got no such tensor, want it: the model's {why}")
-            if place.role is not None and has_bias and not wants_bias:
-                raise ValueError(f"{join(name, 'bias')}: got a bias of an expert, want none: they are not served")
+            if has_bias and not wants_bias and not (place.role is None and place.packed):
+                whose = "a layer that stays in 16 bits" if place.role is None else "an expert"
+                raise ValueError(f"{join(name, 'bias')}: got a bias of {whose}, want none: the model's has none")
         self._made: dict[nn.Module, QuantizedLinear | OfExperts] = {}
         self._roundings: dict[nn.Module, set[Rounding]] = {}  # by a layer's experts
         self._notes: dict[nn.Module, str] = {}  # of layers, what they compute with
@@ -177,7 +178,9 @@ class Filling:
                 self._made[module] = layer.train(module.training)
                 self._notes[module] = rounding.set(layer)
             else:
-                self._unpacked[module] = {"weight": layer.dequantize(), "bias": layer.bias}
+                w = layer.dequantize()
+                own = w.T.contiguous() if is_conv1d(module) else w
+                self._unpacked[module] = {"weight": own, "bias": layer.bias}
             return
         known, (count, hidden, inner) = self._known[place.module]
         kind, target = known[0], self._swapped(name)

@@ -260,6 +260,29 @@ def test_a_layer_that_a_quantised_one_cannot_replace_is_unpacked_and_named(tmp_p
     assert reason.startswith("unpacked to 16 bits: it")
 
 
+def test_a_transposed_layer_that_stays_gets_its_weight_transposed(tmp_path):
+    layers, bias = golden_layers(), torch.randn(72).bfloat16()
+    target = model().to_empty(device="cpu").bfloat16()
+    parent, _, own = NAMES[0].rpartition(".")
+    kept = pytest.importorskip("transformers.pytorch_utils").Conv1D(72, 128).bfloat16()
+    with_backward_hook(kept)
+    setattr(target.get_submodule(parent), own, kept)
+    tensors = prefixed({n: goldens.awq(one) for n, one in layers.items()}) | {f"{NAMES[0]}.bias": bias}
+    load_quantized_linears(target, write(tmp_path, tensors))
+    assert torch.equal(kept.weight.T, layers[NAMES[0]].dense.bfloat16()) and torch.equal(kept.bias, bias)
+
+
+def test_a_bias_that_a_layer_of_16_bits_lacks_is_refused(tmp_path):
+    target = model().to_empty(device="cpu")
+    with_backward_hook(target.get_submodule(NAMES[1]))
+    before = dict(target.named_modules())
+    tensors = prefixed({n: goldens.awq(one) for n, one in golden_layers().items()})
+    path = write(tmp_path, tensors | {f"{NAMES[1]}.bias": torch.zeros(72)})
+    with pytest.raises(ValueError, match=f"^{NAMES[1]}.bias: got a bias of a layer that stays in 16 bits, want none"):
+        load_quantized_linears(target, path)
+    assert dict(target.named_modules()) == before
+
+
 def test_a_bias_that_the_checkpoint_lacks_is_named(tmp_path):
     target = model()
     target.get_submodule(NAMES[1]).register_parameter("bias", nn.Parameter(torch.empty(72, device="meta")))
