@@ -114,6 +114,8 @@ def test_the_projection_of_latents_stays_and_a_quantised_one_is_read():
         projection.scales.mul_(2)
     assert torch.equal(attention.expand_kv.weight(), projection.weight.dequantize())
     assert not torch.equal(attention.expand_kv.weight(), unpacked)
+    projection.input_scale = torch.full((512,), 2.0, dtype=torch.bfloat16)
+    assert torch.equal(attention.expand_kv.weight(), 2 * projection.weight.dequantize())
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class Expansion:
         if self._unpacked is None or not is_current:
             self._packed = packed
             with torch.inference_mode(False), torch.no_grad():
-                self._unpacked = layer.weight.dequantize()
+                self._unpacked = layer.dequantize()
         return self._unpacked
 
     def __call__(self, kv_nope: object, k_rot: object) -> tuple[object, object]:
