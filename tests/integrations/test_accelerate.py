@@ -229,6 +229,20 @@ def test_a_changed_model_is_recorded_anew(change):
     assert_same_choices(got, want)
 
 
+def test_a_model_with_changed_settings_is_recorded_anew():
+    model = DECODERS["llama"].build(torch.bfloat16)
+    ck.accelerate(model, kv_format="bf16", weights="w4g32")
+    record_on_cpu(model)
+    layer: Any = model.model.layers[1].self_attn.o_proj
+    Traced.count = 0
+    for recorded, activations in enumerate((None, "fp8"), start=1):
+        layer.activations = activations
+        for _ in range(2):
+            generate(model, torch.ones_like(PROMPT))
+            gc.collect()
+        assert Traced.count == recorded
+
+
 def test_a_second_turn_goes_on_with_the_cache():
     model = DECODERS["mistral, window"].build(torch.bfloat16)
     ck.accelerate(model, kv_format="bf16")

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import cute_kernels.integrations.transformers as ck
 from cute_kernels import QuantizedLinear, Rope, quantize_model
+from cute_kernels.gemm import ops
 from cute_kernels.integrations.transformers import blocks, deferral, fuse, patterns
 from cute_kernels.integrations.transformers.blocks import OrderedInputs
 from cute_kernels.integrations.transformers.deferral import Sum
@@ -151,6 +152,26 @@ def test_layers_with_one_static_scale_are_one_launch_and_others_keep_their_own(a
     assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
     ck.restore(model)
     assert torch.equal(logits_of(_with_norms(model), mask), want)
+
+
+@pytest.mark.parametrize("own", ["proj", "gate_proj", "up_proj", "v_proj"])
+def test_layers_whose_settings_are_changed_later_compute_with_them(own):
+    """All layers at once, or one of those that are computed together."""
+    model = accelerated()
+    changed = [layer for name, layer in model.named_modules() if name.endswith(own)]
+
+    def settings() -> list[tuple[Any, bool]]:
+        with calls_of(ops.check) as calls:
+            logits_of(model, torch.ones_like(IDS))
+        return [(call.arguments["call"].activations, call.arguments["call"].batch_invariant) for call in calls]
+
+    for layer in changed:
+        layer.activations, layer.batch_invariant = "fp8", True
+    found = settings()
+    assert found.count(("fp8", True)) == (len(found) if own == "proj" else 5 * len(changed))
+    for layer in changed:
+        layer.activations, layer.batch_invariant = None, False
+    assert {*settings()} == {(None, False)}
 
 
 def _with_norms(model: Any) -> Any:

@@ -33,7 +33,7 @@ from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.cache_layer import ATTENTION_NAME, Prologue
 from cute_kernels.integrations.transformers.deferral import Ending, Normed, Product, Rows, Sum, shaped, tensor_of
 from cute_kernels.integrations.transformers.known_code import CACHE_ARGUMENTS, cache_in
-from cute_kernels.integrations.transformers.merged import PartOfPair, interleave, is_merged, merge, unmerge
+from cute_kernels.integrations.transformers.merged import PartOfPair, follow, interleave, is_merged, merge, unmerge
 from cute_kernels.integrations.transformers.norms import (
     Projected,
     add_and_norm,
@@ -202,6 +202,8 @@ class AttentionBlock(Block):
             return False
         if any(getattr(self.module, name) is not part for name, part in zip(self._names, self.parts, strict=True)):
             return False
+        if not follow(self.merged, self.parts):
+            return False
         return self._may_pass_by(self.parts) and all(map(is_plain, self.norms)) and self.rope.is_current
 
     def _projected(self, x: Rows) -> list[torch.Tensor]:
@@ -328,6 +330,8 @@ class MlpBlock(Block):
         if self.pair is None or getattr(module, self.known.activation) is not self.activation:
             return False
         if any(getattr(module, name) is not part for name, part in zip(self.names, self.parts, strict=True)):
+            return False
+        if not follow(self.pair, self.parts):
             return False
         passed_by = [*self.parts, self.activation]
         if self.down is not None:

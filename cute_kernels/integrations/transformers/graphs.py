@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
+from cute_kernels.gemm.module import OfProducts
 from cute_kernels.integrations.transformers.ahead import Lookahead, NextInputs, Recorded, Step, chosen_from
 from cute_kernels.integrations.transformers.cache import DecodeCache
 from cute_kernels.integrations.transformers.columns import Columns, NotStaticError
@@ -333,13 +334,14 @@ def owner_of(method: Callable[..., Any]) -> Any:
 def state_of(model: nn.Module) -> Any:
     """Returns the state of a model that must be unchanged when a recorded step is replayed.
 
-    The state consists of the modules, their modes and numbers of hooks, the addresses of their tensors, and the
-    versions of their buffers. A version shows whether a buffer, such as a rotation's frequencies, was written.
+    The state consists of the modules, their modes, settings and numbers of hooks, the addresses of their tensors, and
+    the versions of their buffers. A version shows whether a buffer, such as a rotation's frequencies, was written.
     """
     return tuple(
         (
             id(module),
             module.training,
+            (module.batch_invariant, module.activations) if isinstance(module, OfProducts) else None,
             len(module._forward_hooks) + len(module._forward_pre_hooks),
             tuple(x.data_ptr() for x in _tensors_of(module) if x is not None),
             tuple(version_of(x) for x in module._buffers.values() if x is not None),

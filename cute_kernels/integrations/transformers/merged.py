@@ -48,6 +48,19 @@ def is_merged(merged: nn.Module, parts: Sequence[nn.Module]) -> bool:
     return True
 
 
+def follow(whole: nn.Module | None, parts: Sequence[Any]) -> bool:
+    """Gives a layer the settings of the layers that it computes, which may be set at any time. Returns False, with
+    nothing changed, if the settings of ``parts`` differ."""
+    if not isinstance(whole, QuantizedLinear):
+        return True
+    settings = parts[0].batch_invariant, parts[0].activations
+    if any((part.batch_invariant, part.activations) != settings for part in parts):
+        return False
+    if (whole.batch_invariant, whole.activations) != settings:
+        whole.batch_invariant, whole.activations = settings
+    return True
+
+
 def unmerge(parts: Sequence[nn.Module]) -> None:
     """Gives merged layers memory of their own again."""
     for part in parts:
@@ -187,6 +200,7 @@ class PartOfPair(QuantizedLinear):
         self.training = pair.training
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        follow(self.pair[0], [self])
         return self.pair[0](x).index_select(-1, self._rows(x.device))
 
     def _rows(self, device: torch.device) -> torch.Tensor:
