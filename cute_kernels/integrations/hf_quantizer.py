@@ -15,8 +15,8 @@ Without `register` transformers does not know the method: it only logs this, and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ from cute_kernels.models import quantize_model
 from cute_kernels.saved_names import keep_names
 from layouts.weights import hopper
 
+FormT = TypeVar("FormT")
 _OPTIONS = ("bits", "group_size", "zero_point", "skip", "batch_invariant")
 _FORMAT = "format"
 _KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "dtype_plan")
@@ -133,17 +134,19 @@ class CuteKernelsQuantizer(HfQuantizer):
             )
         modules = dict(model.named_modules(remove_duplicate=False))
         made: dict[nn.Module, nn.Module] = {}
-        for name, form in self._forms("linear"):
+        linear = dict(_placed(model, modules, self._forms("linear")))
+        for name, form in linear.items():
             _swap(model, name, made, modules, lambda dense, form=form: _empty_linear(dense, form))
         pairs: dict[str, dict[str, dict[str, Any]]] = {}
         for name, form in self._forms("experts"):
             parent, _, own = name.rpartition(".")
             pairs.setdefault(parent, {})[own] = form
-        for name, pair in pairs.items():
+        experts = dict(_placed(model, modules, pairs.items()))
+        for name, pair in experts.items():
             _swap(model, name, made, modules, lambda block, pair=pair: _empty_moe(block, pair))
         untie_quantised(model)
-        names = [name for kind in ("linear", "experts") for name, _ in self._forms(kind)]
-        self._own_patterns = _load_as_saved(model, names)
+        parts = [f"{name}.{own}" for name, pair in experts.items() for own in pair]
+        self._own_patterns = _load_as_saved(model, [*linear, *parts])
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
@@ -183,6 +186,20 @@ def register() -> None:
 
 
 # -- skeletons ---------------------------------------------------------------------------------------------------------
+
+
+def _placed(model: Any, modules: Container[str], layers: Iterable[tuple[str, FormT]]) -> Iterator[tuple[str, FormT]]:
+    """Yields (name in the model, form) of a saved model's layers.
+
+    As transformers does it, a model without a head takes the layers of one with a head, and the reverse. A head's own
+    layers are then left out.
+    """
+    layers, prefix = list(layers), f"{model.base_model_prefix}."
+    has_head = model.base_model is model and any(name.startswith(prefix) for name, _ in layers)
+    for name, form in layers:
+        found = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in modules), name)
+        if found in modules or not has_head or name.startswith(prefix):
+            yield found, form
 
 
 def _swap(

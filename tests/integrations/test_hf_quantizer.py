@@ -30,6 +30,7 @@ from cute_kernels import QuantizedLinear, QuantizedMoE, quantize_model, quantize
 from cute_kernels.formats.weights import MXFP4, shifted
 from cute_kernels.formats.weights.fp4 import MXFP4_ANY
 from cute_kernels.integrations import hf_quantizer
+from cute_kernels.integrations.checkpoints import load_model
 from tests.moe import blocks
 
 BF16 = torch.bfloat16
@@ -101,6 +102,18 @@ def test_a_saved_model_comes_back_bit_for_bit(tmp_path, make, sharded):
     loaded.save_pretrained(again)
     with torch.no_grad():
         assert torch.equal(load(again)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, blocks.MODELS[0]], ids=["llama", "gpt2", "mixtral"])
+def test_a_model_without_a_head_takes_the_layers_of_one_with_a_head_and_the_reverse(tmp_path, make):
+    model: Any = quantize_model(dense(make, tmp_path), group_size=32, skip=())
+    model.save_pretrained(tmp_path / "packed")
+    base = load_model(tmp_path / "packed", model_class=transformers.AutoModel)
+    with torch.no_grad():
+        want = model.base_model(IDS)[0]
+        assert type(base) is type(model.base_model) and torch.equal(base(IDS)[0], want)
+        base.save_pretrained(tmp_path / "base")
+        assert torch.equal(load(tmp_path / "base").base_model(IDS)[0], want)
 
 
 class Doubling(LlamaForCausalLM):
