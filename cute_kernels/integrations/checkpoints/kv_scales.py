@@ -12,10 +12,11 @@ import torch
 
 from cute_kernels.integrations.checkpoints.headers import Entry, read_json
 
-# ModelOpt and compressed-tensors put them on the attention; the latter's first releases on the projections' outputs.
+# ModelOpt and compressed-tensors put them on the attention (Nemotron-H's mixer) or on a projection; the latter's first
+# releases on the projections' outputs.
 _KEY = re.compile(
-    r"(?:^|\.)layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn)\."
-    r"(?:(?P<which>[kv])_scale|(?P<projection>[kv])_proj\.(?:[kv]_scale|output_scale)|(?P<both>kv_scale))$"
+    r"(?:^|\.)layers\.(\d+)\.(?:[a-z_]+\.)*?(?:attn|attention|self_attn|mixer)\."
+    r"(?:(?:(?:[kv]|qkv)_proj\.)?(?P<which>[kv])_scale|(?P<projection>[kv])_proj\.output_scale|(?P<both>kv_scale))$"
 )
 # Layers of encoders, and those that predict further tokens, have numbers of their own and no part of the model's cache.
 _OTHERS = re.compile(r"vision|visual|audio|encoder|mtp")

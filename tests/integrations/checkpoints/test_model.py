@@ -336,7 +336,7 @@ def test_a_block_that_does_more_than_route_keeps_its_forward(tmp_path, monkeypat
 
 
 def kv(names: tuple[str, str], value: Any = 0.5) -> dict[str, torch.Tensor]:
-    prefix = "model.layers.{}.self_attn."
+    prefix = "model.layers.{}." if "mixer" in names[0] else "model.layers.{}.self_attn."
     return {
         prefix.format(layer) + name: torch.tensor([value * (layer + 1) * (1 + i)])
         for layer in range(2)
@@ -346,7 +346,13 @@ def kv(names: tuple[str, str], value: Any = 0.5) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "names",
-    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
+    [
+        ("k_scale", "v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale"),  # Phi-3
+        ("mixer.k_proj.k_scale", "mixer.v_proj.v_scale"),  # Nemotron-H
+    ],
 )
 def test_scales_of_the_cache_are_read_by_layer(tmp_path, names):
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
