@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from cute_kernels import QuantizedLinear, quantize_model
+from cute_kernels.integrations import hf_quantizer
 from cute_kernels.integrations.checkpoints import load_quantized_linears
 from tests.integrations.llamas import small_llama
 
@@ -54,3 +55,8 @@ def test_its_quantised_layers_load_into_a_dense_model(tmp_path):
     assert not result.missing_keys and not result.unexpected_keys
     with torch.no_grad():
         assert torch.equal(other(IDS).logits, model(IDS).logits)
+    hf_quantizer.register()
+    other.save_pretrained(tmp_path / "saved")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert again.keys() == other.state_dict().keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in other.state_dict().items())

@@ -24,7 +24,7 @@ from cute_kernels.integrations.checkpoints.gpt_oss import with_common_names
 from cute_kernels.integrations.checkpoints.headers import Entry, Headers, read_headers
 from cute_kernels.integrations.checkpoints.layer_formats import LayerFormat, find_layers, is_stacked, join, said_of
 from cute_kernels.integrations.checkpoints.placement import place_layers
-from cute_kernels.model_config import keep_vocabulary
+from cute_kernels.model_config import keep_vocabulary, record_layers
 from cute_kernels.model_layers import compiled_from, survey, swap, weight_bytes
 from cute_kernels.model_report import QuantizationReport, ReportedLayer
 from cute_kernels.models import reported
@@ -101,7 +101,8 @@ def load_quantized_linears(
     Returns:
         ``model``. Its ``quantization_report`` (`cute_kernels.model_report.QuantizationReport`) has each layer's format,
         whether its products are in 16 bits or FP8 and why, and the declared activations. It also lists layers with
-        weights in 16 bits. Experts have no static scales.
+        weights in 16 bits. Experts have no static scales. `save_pretrained` of a transformers model saves the layers as
+        after `quantize_model`, if its configuration has no quantization_config of another method.
 
     Raises:
         As `load_safetensors`, and ValueError for a layer that the model lacks, has in another shape, or has with a bias
@@ -113,6 +114,7 @@ def load_quantized_linears(
     given, model = model, compiled_from(model)
     options = {"dtype": dtype, "device": device, "activations": activations}
     Filling(model, entries, found).fill(model, config, options, progress)
+    record_layers(model)
     return given
 
 
