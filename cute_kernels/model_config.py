@@ -6,9 +6,9 @@ It lists the form of each layer, so that a loader can put fitting layers into an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -70,6 +70,7 @@ def record_layers(model: Any) -> str | None:
             pass
         else:
             keep_names(model)
+        describe_when_saved(model)
     keep_vocabulary(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     others_are_tied = bool(untie_quantised(model))
@@ -80,11 +81,37 @@ def record_layers(model: Any) -> str | None:
     return None
 
 
+class OfModel:
+    """A function of a model that takes the place of a method of the model. It does not keep the model alive, and a copy
+    of the model gets one of its own."""
+
+    def __init__(self, function: Callable[..., object], model: nn.Module) -> None:
+        self._function, self._model = function, ref(model)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._function(self._model(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OfModel, (self._function, self._model())
+
+
+def describe_when_saved(model: nn.Module) -> None:
+    """Lets a transformers model's ``save_pretrained`` describe the layers as they are at that time: their formats and
+    settings may have changed since they were recorded."""
+    vars(model).setdefault("save_pretrained", OfModel(_save, model))
+
+
+def _save(model: Any, *args: object, **kwargs: object) -> object:
+    """Saves a model as its own ``save_pretrained`` does, after its layers were recorded again."""
+    record_layers(model)
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
 def keep_vocabulary(model: Any) -> None:
     """Lets a transformers model with a quantised output layer resize its vocabulary. transformers' own code needs a
     dense output layer, and fails only after it has changed the embedding."""
     if hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), QuantizedLinear):
-        model.resize_token_embeddings = partial(_resized, model)
+        model.resize_token_embeddings = OfModel(_resized, model)
 
 
 def _resized(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:

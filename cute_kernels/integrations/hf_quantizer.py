@@ -38,7 +38,15 @@ from cute_kernels.gemm.module import EXTRA_NAMES, QuantizedLinear, is_conv1d
 from cute_kernels.gemm.packed_experts import PackedExperts
 from cute_kernels.gemm.quantize import check_options
 from cute_kernels.gemm.weight import TILE_BYTES, TILE_N, PackedWeight, fitted, num_groups, padded_shape
-from cute_kernels.model_config import METHOD, describe_layers, forms_of, keep_vocabulary, meta_tensor, untie_quantised
+from cute_kernels.model_config import (
+    METHOD,
+    describe_layers,
+    describe_when_saved,
+    forms_of,
+    keep_vocabulary,
+    meta_tensor,
+    untie_quantised,
+)
 from cute_kernels.model_layers import is_dense, swap
 from cute_kernels.models import quantize_model
 from cute_kernels.saved_names import keep_names
@@ -158,6 +166,7 @@ class CuteKernelsQuantizer(HfQuantizer):
                 setattr(model, attribute, patterns)
             keep_names(model)
             keep_vocabulary(model)
+            describe_when_saved(model)
         else:
             self._asked.finish(model)
             self.pre_quantized = True

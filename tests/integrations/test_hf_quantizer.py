@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,30 @@ def test_a_model_without_a_head_takes_the_layers_of_one_with_a_head_and_the_reve
         assert type(base) is type(model.base_model) and torch.equal(base(IDS)[0], want)
         base.save_pretrained(tmp_path / "base")
         assert torch.equal(load(tmp_path / "base").base_model(IDS)[0], want)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_was_changed_after_quantisation_is_saved(tmp_path, loaded):
+    """Settings, a format that a state dict brought, and layers that were swapped by hand."""
+    model: Any = quantize_model(dense(llama, tmp_path), group_size=32, skip=("lm_head", "o_proj"))
+    if loaded:
+        model.save_pretrained(tmp_path / "packed")
+        model = load(tmp_path / "packed")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.q_proj.activations, first.k_proj.batch_invariant = "fp8", True
+    other = QuantizedLinear(quantize_weight(first.v_proj.dequantize(), bits=8), first.v_proj.bias)
+    first.v_proj.load_state_dict(other.state_dict())
+    first.o_proj = QuantizedLinear.from_linear(first.o_proj)
+    second.q_proj = dense(llama, tmp_path).model.layers[1].self_attn.q_proj
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    again.save_pretrained(tmp_path / "changed")
+    found, alive = load(tmp_path / "changed"), weakref.ref(again)
+    del again
+    assert alive() is None
+    for name, module in model.named_modules():
+        assert type(found.get_submodule(name)) is type(module) and repr(found.get_submodule(name)) == repr(module), name
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, model(IDS).logits)
 
 
 class Doubling(LlamaForCausalLM):
