@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
 import torch
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor import utils as model_executor_utils
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.layers.quantization.utils.quant_utils import FP4_DTYPE
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from cute_kernels.integrations import engine_linear
 from cute_kernels.integrations.checkpoints.float_codes import Names, from_float_codes
@@ -28,6 +31,12 @@ from cute_kernels.integrations.vllm.linear import Products, problem_of
 from cute_kernels.integrations.vllm.plugin import note_served
 from cute_kernels.integrations.vllm.seams import packs_here, refusal, replace_once
 from cute_kernels.integrations.vllm.versions import Interface
+
+READ_BY_MODELS = ("is_bmm", "_retain_weight_for_gather")
+"""Attributes of layers whose weights a model's own kernels read: DeepSeek V4's, and drafts of Qwen3 DSpark."""
+PACKED_DIMS = 3  # of packed codes: tiles, k blocks, bytes
+is_pre_processed: Callable[[], bool] = getattr(model_executor_utils, "is_weights_pre_processed", bool)
+"""Returns whether weights come from vLLM's weight cache, as kernels read them; False in versions without one."""
 
 
 class FloatProducts(Products):
@@ -54,9 +63,13 @@ def serve(kernel: str, key: str, method: Foreign, layer: Foreign) -> str | None:
     kernel, key: as in `Interface.float_linear`.
 
     Raises:
-        ValueError: the layer was packed before, and is loaded again with weights that do not fit.
+        ValueError: the layer was packed before, and is loaded again with weights that do not fit; or vLLM's weight
+            cache has packed weights, which its engines cannot tell from their own.
     """
     before = getattr(method, kernel)
+    if is_pre_processed() and _was_packed(layer):
+        wanted = f"a vllm preload with {environment.SWITCH}=0"
+        raise ValueError(f"--load-format ipc_cache: got weights that this plug-in has packed, want those of {wanted}")
     reason = _reason_of_engine(operator.attrgetter(key)(method) if key else None, method, layer)
     if reason is None:
         try:
@@ -74,14 +87,25 @@ def _reason_of_engine(key: Foreign | None, method: Foreign, layer: Foreign) -> s
         return left
     rounded = key is not None and key.dtype != FP4_DTYPE
     wanted = f"{environment.ACTIVATIONS}={environment.IN_16_BITS}"
+    has_lora = getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None
     dequantised = envs.VLLM_BATCH_INVARIANT and hasattr(method, "block_quant") and not method.block_quant
     wrong = {
         "--linear-backend": _names_backend(),
         f"activations in FP8 (in 16 bits with {wanted})": rounded and not environment.keeps_activations(),
         "VLLM_BATCH_INVARIANT, under which vLLM dequantises such layers": dequantised,
-        "weights that the model's own kernels read": getattr(layer, "is_bmm", False),
+        "weights that the model's own kernels read": any(getattr(layer, name, False) for name in READ_BY_MODELS),
+        "--load-format ipc_cache": is_pre_processed(),
+        "LoRA, which reads an output layer's weight": has_lora and isinstance(layer, ParallelLMHead),
     }
     return refusal(wrong)
+
+
+def _was_packed(layer: Foreign) -> bool:
+    """Returns whether a layer's codes are packed as this package's kernels read them."""
+    there = (getattr(layer, name, None) for name in ("weight_packed", "weight"))
+    return any(codes is not None and codes.dim() == PACKED_DIMS for codes in there) and not getattr(
+        layer, "is_bmm", False
+    )
 
 
 def _names_backend() -> bool:
@@ -118,13 +142,7 @@ def _pack(kernel: str, method: Foreign, layer: Foreign) -> str | None:
 
 
 def replace(interface: Interface) -> str:
-    """Makes vLLM's methods for layers with floating codes use `FloatProducts`. Returns a line for the log.
-
-    Raises:
-        AttributeError: this vLLM is too old.
-    """
-    if not interface.float_linear:
-        raise AttributeError("layers with floating codes have no kernel to replace before vLLM 0.30")
+    """Makes vLLM's methods for layers with floating codes use `FloatProducts`. Returns a line for the log."""
     for module, name, *how in interface.float_linear:
         made = functools.partial(packs_here, "FP8, MXFP4 or NVFP4 layers", functools.partial(serve, *how))
         replace_once(module, f"{name}.process_weights_after_loading", made)

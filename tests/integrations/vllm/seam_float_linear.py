@@ -236,6 +236,26 @@ def other_float_layers_are_left_to_vllm_with_a_reason() -> None:
         assert "e2m1g32e8m0any weights" in reason(method, layer)
         method, layer, _ = made("fp8 block", is_bmm=True)
         assert "the model's own kernels read" in reason(method, layer)
+        method, layer, _ = made("mo nvfp4", _retain_weight_for_gather=True)
+        assert "the model's own kernels read" in reason(method, layer)
+        method, layer, _ = made("mo nvfp4")
+        with mock.patch.object(float_linear, "is_pre_processed", lambda: True):
+            assert "ipc_cache" in reason(method, layer)
+            layer.weight.data = layer.weight.data.unsqueeze(0)  # as another process has packed it
+            try:
+                float_linear.serve(*how(method), method, layer)
+            except ValueError as error:
+                assert "got weights that this plug-in has packed" in str(error)
+            else:
+                raise AssertionError("packed weights were given to vLLM's kernel")
+        method, layer, _ = made("ct nvfp4")
+        with (
+            mock.patch.object(float_linear, "ParallelLMHead", type(layer)),
+            mock.patch.object(
+                float_linear, "get_current_vllm_config_or_none", lambda: SimpleNamespace(lora_config=object())
+            ),
+        ):
+            assert "LoRA" in reason(method, layer)
         method, layer, _ = made("ct channel")
         layer.weight_scale.data[5] = torch.inf
         assert "weight_scale: got values that are not finite" in reason(method, layer)
