@@ -172,6 +172,14 @@ def test_layers_whose_settings_are_changed_later_compute_with_them(own):
     for layer in changed:
         layer.activations, layer.batch_invariant = None, False
     assert {*settings()} == {(None, False)}
+    scale = torch.tensor(0.5)
+    for layer in changed:
+        layer.activations, layer.activation_scale = "fp8", scale
+    with calls_of(ops.check) as calls:
+        logits_of(model, torch.ones_like(IDS))
+    given = [call.arguments["call"] for call in calls]
+    assert sum(call.activation_scale is not None for call in given) == sum(call.activations == "fp8" for call in given)
+    assert sum(call.activations == "fp8" for call in given) == found.count(("fp8", True))
 
 
 def _with_norms(model: Any) -> Any:

@@ -75,6 +75,14 @@ def test_loading_copies_into_the_tensors_that_are_there_unless_it_is_told_to_ass
     assert layer.down.codes.data_ptr() == loaded.down.codes.data_ptr() == layer.down.weight.codes.data_ptr()
 
 
+def test_a_tensor_that_takes_another_ones_place_is_computed_with():
+    part = QuantizedMoE.from_block(blocks.mixtral()).gate_up
+    before = part.weight
+    assert part.weight is before
+    part.scales = part.scales * 2
+    assert part.weight.scales is part.scales and torch.equal(part.weight[0].scales, before[0].scales * 2)
+
+
 def test_a_layer_on_the_meta_device_takes_on_what_it_loads():
     loaded = QuantizedMoE.from_block(blocks.mixtral(seed=1))
     layer = QuantizedMoE.from_block(blocks.mixtral(seed=2)).to("meta")

@@ -54,9 +54,15 @@ class QuantizedExperts(OfWeight):
         The object is kept between calls. While torch.compile traces, each access makes a new object, since
         torch.compile would guard a kept object and its sizes in every call.
         """
-        weight = None if is_compiling() else self._weight
-        if weight is None or weight.codes is not self._buffers["codes"] or weight.format is not self.weight_format:
-            tensors: dict[str, Any] = {name: self._buffers[name] for name in PackedExperts.tensor_names}
+        weight, own = None if is_compiling() else self._weight, self._buffers
+        if (
+            weight is None
+            or weight.codes is not own["codes"]
+            or weight.scales is not own["scales"]
+            or weight.zeros is not own["zeros"]
+            or weight.format is not self.weight_format
+        ):
+            tensors: dict[str, Any] = {name: own[name] for name in PackedExperts.tensor_names}
             weight = PackedExperts(**tensors, format=self.weight_format, shape=self.shape, check_values=False)
             if not is_compiling():
                 self._weight = weight  # kept, since to make and check it takes longer than to launch

@@ -53,12 +53,17 @@ def follow(whole: nn.Module | None, parts: Sequence[Any]) -> bool:
     nothing changed, if the settings of ``parts`` differ."""
     if not isinstance(whole, QuantizedLinear):
         return True
-    settings = parts[0].batch_invariant, parts[0].activations
-    if any((part.batch_invariant, part.activations) != settings for part in parts):
+    first, *others = ((part.batch_invariant, part.activations, id(_scale_of(part))) for part in parts)
+    if any(settings != first for settings in others):
         return False
-    if (whole.batch_invariant, whole.activations) != settings:
-        whole.batch_invariant, whole.activations = settings
+    if (whole.batch_invariant, whole.activations, id(_scale_of(whole))) != first:
+        whole.batch_invariant, whole.activations = first[:2]
+        whole.activation_scale = _scale_of(parts[0])
     return True
+
+
+def _scale_of(layer: nn.Module) -> torch.Tensor | None:
+    return layer._buffers["activation_scale"]
 
 
 def unmerge(parts: Sequence[nn.Module]) -> None:
@@ -103,6 +108,8 @@ def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
         tensors = [getattr(part, name) for part in parts]
         whole[name] = tensors[0] if name in _SHARED or tensors[0] is None else torch.cat(tensors)
     merged = _layer(whole, first, sum(part.out_features for part in parts))
+    for part in parts:
+        part.activation_scale = whole["activation_scale"]  # one tensor, by which `follow` knows it
     for name, tensor in whole.items():
         if tensor is None or name in _SHARED:
             continue
