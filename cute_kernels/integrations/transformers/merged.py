@@ -53,17 +53,13 @@ def follow(whole: nn.Module | None, parts: Sequence[Any]) -> bool:
     nothing changed, if the settings of ``parts`` differ."""
     if not isinstance(whole, QuantizedLinear):
         return True
-    first, *others = ((part.batch_invariant, part.activations, id(_scale_of(part))) for part in parts)
+    first, *others = ((part.batch_invariant, part.activations, id(part.activation_scale)) for part in parts)
     if any(settings != first for settings in others):
         return False
-    if (whole.batch_invariant, whole.activations, id(_scale_of(whole))) != first:
+    if (whole.batch_invariant, whole.activations, id(whole.activation_scale)) != first:
         whole.batch_invariant, whole.activations = first[:2]
-        whole.activation_scale = _scale_of(parts[0])
+        whole.activation_scale = parts[0].activation_scale
     return True
-
-
-def _scale_of(layer: nn.Module) -> torch.Tensor | None:
-    return layer._buffers["activation_scale"]
 
 
 def unmerge(parts: Sequence[nn.Module]) -> None:
