@@ -70,9 +70,8 @@ class Lists:
         return Int32(ptx.load_global_words(self.blocks + Int64(place) * self.strides[2] * 4, 0, 1)[0])
 
     def page(self, index):
-        """Returns the index, within the request, of page ``index`` of the list. Waits for an entry of the list.
-
-        An entry that is out of range is clamped.
+        """Returns which of the request's pages is the list's page ``index``. Waits for the list's entry, and clamps it
+        if it is out of range.
         """
         place, page = self.block_pages.divide_int(index)
         block = cutlass.max(cutlass.min(self.ask_block(place), self.max_pages), -1)

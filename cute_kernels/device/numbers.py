@@ -67,8 +67,9 @@ def divide(a: Float32, b: float) -> Asm[Float32]:
     """Returns a / b rounded to nearest as IEEE 754 says, subnormals kept, for finite a and a constant b with few
     mantissa bits.
 
-    It takes five instructions in double precision. The quotient is correctly rounded (Markstein 1990), and is exact if
-    it lies halfway between two subnormals. div.rn.f32 would be a function call, around which registers are spilled.
+    The division takes five instructions in double precision (Markstein 1990). Quotients that lie halfway between two
+    subnormals are exact there, so they are rounded correctly, too. div.rn.f32 would be a function call, around which
+    registers are spilled.
     """
     over, minus = (struct.pack(">d", x).hex() for x in (1.0 / b, -b))
     return Asm(

@@ -39,7 +39,8 @@ class Divisor:
         return quotient_of(self._scaled(value), self.step, self.reciprocal)
 
     def tame(self, value: Float32) -> Float32:
-        """Returns a dividend whose plain division by `tame_step` has the quotient of ``value``."""
+        """Returns a dividend that can be divided by `tame_step` without special cases; the quotient is that of
+        ``value``."""
         value = self._scaled(value)
         value = cutlass.select_(self.finite, value, numbers.multiply(value, Float32(0.0)))
         return self.or_zero(value)
@@ -61,8 +62,8 @@ class Divisor:
 def reciprocal_of(divisor: Float32) -> Float32:
     """Computes 1 / divisor rounded to nearest, for normal divisors with normal reciprocals, by two of Newton's steps.
 
-    For the mantissa 0x7FFFFF the steps may end an ulp too low. That case is mended separately: the reciprocal's
-    mantissa is 1.
+    For a divisor with the mantissa 0x7FFFFF the steps may end an ulp too low. The reciprocal's mantissa is then 1, so
+    the function sets this bit.
     """
     guess = ptx.reciprocal(divisor)
     for _ in range(2):

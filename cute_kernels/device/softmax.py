@@ -79,8 +79,8 @@ class OnlineSoftmax:
 
 
 def weights_of(references: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Combines references of several parts. Returns (reference, factors). reference: the largest of ``references``.
-    factors: for each part, the factor that converts the part's sums to that reference.
+    """Combines the softmax references of several parts. Returns (the largest reference, factors). Each part's sums,
+    times the part's factor, are relative to the largest reference.
     """
     common = references[0]
     for reference in references[1:]:

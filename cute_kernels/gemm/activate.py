@@ -19,13 +19,13 @@ MATH = FloatMath()
 
 
 class Activate:
-    """Applies a product's activation. It is the configuration's own activation, or a standard one that an argument of
-    the launch selects.
+    """Applies a product's activation: the configuration's own activation or, if there is none, the standard one that an
+    argument of the launch selects.
 
     ``shape.activation`` is the number of a standard activation, or 0 for none.
 
     Args:
-        own: the configuration's own activation; None if it is a standard one, or there is none.
+        own: the configuration's own activation; None if the launch selects a standard one, or none.
     """
 
     def __init__(self, own: ActivationFunction | None):
@@ -46,7 +46,7 @@ class Activate:
         return Boolean(self.own.gated)
 
     def leaves_features(self, shape) -> Boolean:
-        """Whether there is one result for each row of the weight."""
+        """Whether each result is computed from one row of the weight: there is no activation, or none with a gate."""
         if self.own is None:
             (gated,) = self.gated
             return shape.activation != gated.number
@@ -62,7 +62,7 @@ class Activate:
 
     @cute.jit
     def features(self, shape, acc: RegisterTensor, first: int, count: int, option: int = 0):
-        """Applies an activation without gate, in place, to acc[first : first + count]."""
+        """Applies an activation without gate, in place, to acc[first : first + count]. option: for recursion."""
         if const_expr(option < len(self.by_feature)):
             if self._is(shape, self.by_feature[option]):
                 for i in cutlass.range_constexpr(first, first + count):

@@ -32,7 +32,7 @@ Dense products (`STREAM`, `TILES` and the lists that begin with `TILES`) have th
     factors               [k] in x's dtype, in x's order; read only if the configuration scales
     parts                 number of CTAs of each row
     end                   address of an int32, the number of rows of out that are written; 0: all rows are written
-    rows                  int32 [m]: row i of out is made of row rows[i] of x; 0: of row i
+    rows                  int32 [m]: row i of out is made of row rows[i] of x. 0: it is made of row i of x
 """
 
 from __future__ import annotations

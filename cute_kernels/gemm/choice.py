@@ -31,8 +31,8 @@ def candidates(problem: LinearProblem) -> Iterator[Schedule]:
 
 @lru_cache(maxsize=4096)
 def chosen(problem: LinearProblem) -> Schedule:
-    """Returns the schedule that the time model expects to be the fastest. Schedules for which the model is not fitted
-    are considered only if it is fitted for none.
+    """Returns the schedule that the time model expects to be the fastest. If the model is fitted for some schedules
+    (`is_fitted`), only these are considered.
     """
     found = list(candidates(problem))
     fitted = [schedule for schedule in found if is_fitted(problem, schedule)]
@@ -40,11 +40,11 @@ def chosen(problem: LinearProblem) -> Schedule:
 
 
 def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
-    """Returns whether the time model has constants that were fitted to measurements of such schedules.
+    """Returns whether the time model's constants were fitted to measurements of schedules like this one.
 
-    If there is such a schedule, no other schedule is chosen for up to `FEW_ROWS` rows. For tiles of so few rows,
-    `Reduction.is_fitted` decides. Schedules of `stream` are treated as fitted, and so are all
-    schedules of problems that have more rows or are batch-invariant.
+    For up to `FEW_ROWS` rows, `chosen` considers only fitted schedules, if there are any: schedules of `stream`, and
+    tiles that `Reduction.is_fitted` accepts. With more rows, and for batch-invariant problems, every schedule counts as
+    fitted.
     """
     if problem.m > FEW_ROWS or problem.batch_invariant or isinstance(schedule, StreamSchedule):
         return True
@@ -52,7 +52,7 @@ def is_fitted(problem: LinearProblem, schedule: Schedule) -> bool:
 
 
 def expected_us(problem: LinearProblem, schedule: Schedule) -> float:
-    """Returns the expected microseconds of a schedule. They are comparable among all schedules of a problem."""
+    """Returns the expected microseconds of a schedule. All schedules of a problem can be compared by this number."""
     if isinstance(schedule, StreamSchedule):
         return stream.estimate_us(problem, schedule) + stream.launch_us(problem)
     return (invariant if problem.batch_invariant else tiles).expected_us(problem, schedule)

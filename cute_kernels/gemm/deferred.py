@@ -43,7 +43,7 @@ FLOATS_K_WARPGROUPS = 3  # warpgroups along K from which on fp32 results are sta
 
 
 class Side(NamedTuple):
-    """A weight [n, k] of the product before or after a norm."""
+    """The properties of the weight [n, k] of one of the two products around a norm."""
 
     n: int
     k: int
@@ -166,8 +166,8 @@ def give(call: GivingCall) -> NormedRows:
 
 
 def leaves_norm(m: int, weight: PackedWeight, following: PackedWeight) -> bool:
-    """Whether the norm between two products of ``m`` rows, with ``weight`` and then with ``following``, takes no
-    launch. Both products then have kernels for a deferred norm. May compile these kernels."""
+    """Whether the norm between two products of ``m`` rows, with ``weight`` and then with ``following``, needs no launch
+    of its own, since both products have kernels for a deferred norm. May compile these kernels."""
     gives, takes = weight.form, following.form
     alike = (takes.device_index, takes.dtype) == (gives.device_index, gives.dtype) and takes.comes_as_it_is
     if not alike or not (weight.codes.is_cuda or GPU.takes_cpu):

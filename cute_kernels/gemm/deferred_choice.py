@@ -26,8 +26,9 @@ def deferred(schedule: StreamSchedule | TileSchedule, kind: DeferredKind) -> Wgm
     """Returns a schedule's configuration for a product before or after a deferred norm, or None if there is no such
     kernel.
 
-    Before the norm, a CTA has shared memory for the results of one work tile. After the norm, it has memory for the
-    factors of one tile of rows. Schedules that need more memory have no kernel.
+    A CTA's shared memory holds, before the norm, the results of one work tile and, after the norm, the factors of one
+    tile of rows. So a CTA may have only one work tile. After the norm it may have several, if one tile has all rows of
+    x.
     """
     if not isinstance(schedule, TileSchedule):
         return None
@@ -46,8 +47,8 @@ def beside_a_norm(
     """Returns the schedule for a product before or after a deferred norm. schedule: the best schedule without a norm.
 
     If ``schedule`` has a kernel for the norm, it is returned. Otherwise the fastest schedule with such a kernel is
-    returned, if it costs less extra time than a launch of the norm. If it costs more, ``schedule`` is returned. Other
-    schedules are considered only for problems with measured times (`is_short`).
+    returned, if it takes less time than ``schedule`` and a launch of the norm together. If it takes more, ``schedule``
+    is returned. For problems without measured times (`is_short`), ``schedule`` is always returned.
     """
     if deferred(schedule, kind) is not None or not isinstance(schedule, TileSchedule):
         return schedule

@@ -5,8 +5,7 @@
 
 For some numbers of rows, the norm is deferred to the second product. Then x is rows times the norm's weight, and
 squares has sums of squares of rows. For other numbers of rows, x is the normed rows, and squares is not read. Each
-operator gets the formats and shapes of both products. So both operators make the same decision whether the norm is
-deferred.
+operator gets the formats and shapes of both products, so both decide alike whether the norm is deferred.
 """
 
 from __future__ import annotations

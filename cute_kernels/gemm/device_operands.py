@@ -40,7 +40,7 @@ def operands_of(kind: Any, given, **others) -> Any:
 
 
 def scale_number(config, decoder: CodeDecoder, word):
-    """Returns a stored scale of the configuration's format as an fp32 number. word: the scale's bits, zero-extended."""
+    """Converts a stored scale of the configuration's format to fp32. word: the scale's bits, zero-extended."""
     if config.format.scale_bytes == 4:
         return word.bitcast(Float32)
     if config.format.power_scales:  # 2**-127 is subnormal: the bit below those of the exponent
@@ -50,11 +50,12 @@ def scale_number(config, decoder: CodeDecoder, word):
 
 
 def load_channel(config, decoder: CodeDecoder, operands: Operands, tile, row, tile_bytes) -> list[Any]:
-    """Loads the scales and offsets that hold for all of K, of a tile's rows ``row`` and ``row`` + 8. Returns a list
-    with one pair (two scales, two offsets).
+    """Loads the scales and offsets that hold for all of K, for a tile's rows ``row`` and ``row`` + 8. Returns a list of
+    one pair, or an empty list.
 
-    If scales are in groups, the pair has the second-level scales, and None for the offsets. Without a second level, the
-    list is empty. tile_bytes: bytes of a tile's stored scales.
+    Without groups, the pair is (scales of both rows, offsets of both rows). With groups and a second level of scales,
+    it is (second-level scales of both rows, None). With groups alone, the list is empty. tile_bytes: bytes of a tile's
+    stored scales.
     """
     form, size, channel = config.format, config.format.scale_bytes, []
     if not config.group_size:

@@ -1,7 +1,7 @@
 """Stores results of products from fp32 sums, four neighbouring output features of a token at a time, with bias,
 activation and residual.
 
-Every kernel's epilogue uses it for outputs that the kernel's own fast code does not support.
+Every kernel's epilogue uses `Results` for outputs that the kernel's own fast code does not support.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Results:
         self.dtype, self.activate = dtype, Activate(activation)
 
     def target(self, shape, token, row, bias):
-        """Returns the `Target` of a token's results for four output features, from ``row`` on. bias: the index of the
-        first feature's bias."""
+        """Returns the `Target` of a token's results for the output features of four rows of the weight, from ``row``
+        on. bias: the index of the first row's bias."""
         halves = cutlass.select_(self.activate.is_gated(shape), Int32(1), Int32(0))
         place = Int64(token) * (shape.n >> halves) + (row >> halves)
         return Target(row, place, cutlass.min(shape.n - row, VECTOR) >> halves, bias)
@@ -79,7 +79,8 @@ class Results:
 
     @cute.jit
     def load_element(self, base, index, kind):
-        """Loads an element, as fp32, of a tensor that an earlier kernel or this thread may have written."""
+        """Loads an element and returns it as fp32. An earlier kernel or this thread may have written the element. kind:
+        its dtype, an integer of `.out_kinds`."""
         result = Float32(0.0)
         if kind == FP32:
             result = ptx.load_relaxed_part(base + index * 4, 4).bitcast(Float32)
@@ -92,7 +93,8 @@ class Results:
 
     @cute.jit
     def store_elements(self, base, index, results, count, kind):
-        """Stores the first ``count`` of four results, two or four in one access if it is aligned."""
+        """Stores the first ``count`` of four results. Two or four results are stored in one access if their address is
+        aligned to its width."""
         if kind == FP32:
             address = base + index * 4
             if (count == VECTOR) & (address % 16 == 0):

@@ -1,12 +1,14 @@
-"""Computes products in FP8: activations in E4M3 times weights whose codes are E4M3 numbers. Callers ask for them by an
-argument.
+"""Computes products in FP8: activations in E4M3 times weights whose codes E4M3 can hold exactly. A call asks for FP8
+with ``activations="fp8"``.
 
-There are three ways. With few rows, x is rounded to E4M3, stored in bf16, and multiplied by a 16-bit product. Such a
-product takes as long as loading its weights, so FP8 MMAs would gain nothing. With more rows, torch's own product
-(`torch._scaled_mm`) computes some calls. x and W then have one scale per row, only a bias is added, results are bf16,
-and N and K are multiples of 16. torch reads codes row by row: `row_codes` copies a weight's codes once, if the GPU has
-room for the copy. For all other calls, one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands`
-multiplies them.
+A call is computed by one of three algorithms:
+
+- Few rows: x is rounded to E4M3, stored in bf16, and multiplied by a 16-bit product. Loading the weights takes as long
+  as such a product, so FP8 MMAs would gain nothing.
+- More rows: torch's own product (`torch._scaled_mm`), if x and W have one scale per row, at most a bias is added,
+  results are bf16 and not batch-invariant, and N and K are multiples of 16. torch reads codes row by row: `row_codes`
+  copies a weight's codes once, if the GPU has room for the copy.
+- All other calls: one launch makes rows in E4M3, and a kernel of `cute_kernels.gemm.operands` multiplies them.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def row_codes(weight: PackedWeight) -> torch.Tensor:
 
 
 _kept_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""`row_codes` of weights, by the tensor of each weight's codes; None where they may not be copied."""
+"""The result of `row_codes` for each weight, by the tensor of its codes; None for a weight that may not be copied."""
 
 
 def has_room(codes: torch.Tensor) -> bool:
@@ -68,8 +70,8 @@ def has_room(codes: torch.Tensor) -> bool:
 
 def kept_row_codes(weight: PackedWeight | WeightTensors, may_copy: Callable[[], bool]) -> torch.Tensor | None:
     """Returns `row_codes` of a weight. The first call for a weight calls ``may_copy``; if it returns True, the row
-    codes are made and kept, else None is kept. A call that a CUDA graph captures keeps nothing, since its copy is only
-    made when the graph runs.
+    codes are made and kept, else None is kept. While a CUDA graph is captured nothing is kept, since the copy would
+    only be made when the graph runs.
     """
     found = _kept_rows.get(weight.codes, may_copy)
     if found is may_copy:
@@ -95,11 +97,11 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 
 
 def has_few_rows(call: LinearCall) -> bool:
-    """Whether a 16-bit product of rounded x is expected to be the fastest, and is exact enough.
+    """Whether a call is computed as a 16-bit product of rounded x: with few rows it is the fastest.
 
-    It is not exact enough in two cases: fp16 cannot hold all numbers that codes stand for, or a given scale and a
-    weight's group scale are both rounded to bf16. Batch-invariant products never use it, since the choice depends on
-    the number of rows.
+    The 16-bit product is not exact enough in two cases: x is fp16, which cannot hold every number that codes stand for,
+    or a given scale of x and the weight's group scales would both be rounded to bf16. Batch-invariant calls never use
+    it, since this rule depends on the number of rows.
     """
     form = call.weight.format
     most = FEW_BLOCK_ROWS if x_group(form) else FEW_ROWS

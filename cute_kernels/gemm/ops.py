@@ -30,7 +30,7 @@ def make_plan(call: LinearCall) -> Plan[[LinearCall], torch.Tensor] | None:
 
 
 launch = launcher(key_of, check, make_plan, plan.without_rows)
-"""`linear` of tensors on a GPU."""
+"""Computes `linear` for tensors on a GPU."""
 
 
 def linear(call: LinearCall) -> torch.Tensor:

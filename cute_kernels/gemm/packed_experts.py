@@ -213,7 +213,8 @@ def interleave_experts(gate: PackedExperts, up: PackedExperts) -> PackedExperts:
 
 
 def filled(expert: Callable[[int], PackedWeight], count: int, zeros: bool) -> PackedExperts:
-    """Stacks ``count`` experts. It requests one expert at a time, so at most one expert is in memory twice."""
+    """Stacks the weights expert(0) to expert(count - 1). At most one expert is in memory twice, since each is copied
+    before the next is made. zeros: whether the result has zero points."""
     first = expert(0)
     form = first.format
     codes, scales = (tensor.new_empty((count, *tensor.shape)) for tensor in (first.codes, first.scales))

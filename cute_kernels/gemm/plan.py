@@ -128,8 +128,8 @@ def _normed_of(call: LinearCall) -> TensorOf:
 
 
 def ready(x: torch.Tensor, perm: torch.Tensor | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Returns x [..., k] scaled and in packed order, as contiguous rows [m, k]. Each row is padded to whole 16-byte
-    pieces, and the rows start on 16 bytes."""
+    """Returns x [..., k] times input_scale and permuted by perm, as contiguous rows [m, k]. Each row is padded to whole
+    16-byte pieces, and the rows start on 16 bytes."""
     return aligned(prepare_input(x, perm, input_scale).reshape(-1, x.shape[-1]).contiguous())
 
 
@@ -148,8 +148,8 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 def _takes_apart(product: Product, x: torch.Tensor, stride: int | None) -> bool:
-    """Whether the product's kernel can read rows of x with gaps between them. Rows must have one stride, of whole
-    16-byte pieces, and must not overlap."""
+    """Whether the product's kernel can read rows of x with gaps between them. Rows must not overlap, and ``stride``,
+    the distance between rows, must be whole 16-byte pieces."""
     if stride is None or stride < x.shape[-1] or stride * x.element_size() % ALIGNMENT:
         return False
     return isinstance(product.schedule, TileSchedule) and product.schedule.config.mainloop.rows_apart

@@ -26,7 +26,7 @@ from cute_kernels.runtime.launch_arguments import LaunchArguments, by_name
 
 OUT_KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 DENSE = ("codes", "scales", "zeros", "bias", "residual", "out", "norm", "scaled", "squares", "x_scales")
-"""Names of the tensors whose addresses the kernel of a dense product may take."""
+"""Names of the tensors whose addresses kernels of dense products take; a kernel takes some of them."""
 
 Bind = Callable[[Mapping[str, Any]], Callable[..., Any]]
 """Makes a launcher from the numbers, by name, that its calls have in common. The launcher takes x and other
@@ -72,8 +72,8 @@ def of_kernel(
         function: the compiled kernel.
         declared: the kernel's launch arguments.
         sizes: values of the launch arguments that the schedule decides.
-        tensors: names of the tensors that a launch may give. ``rows``, and tensors that the kernel does not declare,
-            are ignored.
+        tensors: names of the tensors that callers may pass. Those that the kernel does not declare are ignored, and so
+            is ``rows``.
         num_words: number of fp32 words of workspace; 0: none.
     """
     places = by_name(*(name for name in tensors if name in declared.names))

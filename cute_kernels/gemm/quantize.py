@@ -166,8 +166,8 @@ def _choose_scales(
 
 
 def _grouped(w: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns w [rows, K] as fp32 [rows, groups, length]. A short last group is padded with zeros. These do not change
-    the group's scale, since every group's range contains 0.
+    """Returns w [rows, K] as fp32 [rows, groups, length]. A short last group is padded with zeros, which do not change
+    its scale, since every group's range contains 0.
     """
     w = w.float()
     missing = -w.shape[1] % length
@@ -349,7 +349,8 @@ def points_of(weight: PackedWeight, like: torch.Tensor) -> torch.Tensor:
 
 
 def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None, more: int = 0) -> torch.Tensor:
-    """Returns values [N, groups + more] as tiles [N_pad / 64, G + more, 64]; rows and groups of padding are 0."""
+    """Returns values [N, groups + more] as tiles [N_pad / 64, G + more, 64]; padded rows and groups are 0. more: the
+    last columns, which follow the padded groups."""
     n_pad, groups = padded_shape(shape, group_size)[0], num_groups(shape, group_size)
     own = values.shape[1] - more
     values = torch.cat((pad(values[:, :own], (0, groups - own)), values[:, own:]), dim=1)
@@ -359,8 +360,8 @@ def _tiled(values: torch.Tensor, shape: tuple[int, int], group_size: int | None,
 def _pad_codes(
     zeros: torch.Tensor | None, first: int, last: int, k_pad: int, pad_code: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns padding codes uint8 [rows, K_pad] for tiles ``first`` to ``last``. They stand for 0 if the format can
-    represent 0.
+    """Returns padding codes uint8 [rows, K_pad] for tiles ``first`` to ``last`` - 1. The codes stand for 0 if the
+    format can represent 0.
     """
     rows = (last - first) * TILE_N
     if zeros is None:

@@ -74,7 +74,7 @@ def outputs_at(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 def _selected(weight: PackedWeight, rows: slice | torch.Tensor, codes_of: CodesOf) -> PackedWeight:
     """Returns the weight's rows ``rows``. codes_of: a function from (first, last) to the codes of the selected rows
-    first to last, padded inputs included.
+    first to last - 1, counted among the selected rows, padded inputs included.
     """
     k = weight.shape[1]
     groups = -(-k // weight.group_size) if weight.group_size else 1

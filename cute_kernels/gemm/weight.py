@@ -58,7 +58,8 @@ def padded_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, i
 
 
 def scales_of(weight: PackedWeight, groups: slice | torch.Tensor) -> torch.Tensor:
-    """Returns stored scales [N_pad, ...] of some groups of a weight, with the second-level scales after them."""
+    """Returns a weight's stored scales [N_pad, ...] for the groups at ``groups``, with the second-level scales after
+    them."""
     scales, more = rows_of(weight.scales), weight.format.more_groups
     own = scales[:, : scales.shape[1] - more][:, groups]
     return torch.cat((own, scales[:, scales.shape[1] - more :]), dim=1) if more else own
@@ -76,8 +77,8 @@ def num_groups(shape: tuple[int, int], group_size: int | None) -> int:
 
 
 def row_blocks(num_tiles: int, k: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields ranges (first, last) that together cover ``num_tiles`` N tiles; ``last`` is excluded. The size of a range
-    is chosen for the device. k: number of weights of a row.
+    """Yields ranges (first, last) of tiles of 64 rows, ``last`` excluded, that together cover ``num_tiles`` tiles. The
+    device decides how long a range is. k: number of weights of a row.
     """
     usual = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
     step = max(1, blocks.elements(usual) // (TILE_N * k))

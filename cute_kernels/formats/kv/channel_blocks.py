@@ -18,7 +18,8 @@ CHANNEL_BLOCKS = KvFormat(
     decode=DecodeReader(f"{READERS}.channel_blocks:ChannelBlockKeyReader", None, "int4"),
     block_tokens=BLOCK_TOKENS,
 )
-"""KIVI's format of keys. It is not in `FORMATS`: there each row is written with its token, and serves for V, too."""
+"""KIVI's format of keys. It is not in `FORMATS`, whose formats are for K and V, and whose rows are written token by
+token."""
 
 WAITING = KvFormat("fp16_waiting", "fp16", 16, (torch.float16,), f"{WRITERS}:WaitingRow", by_token=True)
 """The format in which `append_kv` hands keys to the kernel that fills blocks: [tokens, 1, num_kv_heads, head_dim]."""

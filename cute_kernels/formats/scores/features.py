@@ -76,7 +76,7 @@ class Features:
 
     @property
     def name(self) -> str:
-        """Part of a C identifier that tells features apart, "" for none: "causal_window", "bias_bf16_paged"."""
+        """The features' part of a kernel's name, such as "causal_window" or "bias_bf16_paged"; "" without features."""
         names = [
             name
             for name in ("queries", "causal", "window", "soft_cap", "sinks", "alibi", "shift", "v_factor")

@@ -94,12 +94,11 @@ class ScoreTerm:
         """
 
     def reach(self, values, queries: Int32 | int) -> Any:
-        """Returns how far back the term lets queries see, as a number of tokens; None if they see all tokens. Tokens
-        farther back than this from a query's own position are hidden from the query, and from the ``queries`` - 1
-        queries before it.
+        """Returns how far back the term lets ``queries`` consecutive queries see, as a number of tokens; None if they
+        see all tokens. A token at least that many tokens before the last of these queries is hidden from all of them.
 
         Tiles with only such tokens are skipped, and rows of such tokens may hold anything. values: values of the
-        launch. In extend attention they lack the tensors of registered options.
+        launch, which in extend attention do not include the tensors of registered options.
         """
         return None
 
@@ -229,7 +228,8 @@ def load_shift(base, row):
 
 
 class ScoreTerms:
-    """The terms of a variant, in the order in which they act on scores. Its arguments are those of `ScoreTerm`."""
+    """The terms of a variant, in the order in which they act on scores. The constructor's arguments are those of
+    `ScoreTerm`."""
 
     def __init__(self, features: Features, columns: int, rows: int = BLOCK_ROWS):
         self.terms: dict[str, ScoreTerm] = {

@@ -54,7 +54,7 @@ class WeightFormat(ABC):
         decode_cost: the time of decoding, relative to integer codes of as many bits.
         stream_clocks: clocks in which an SM decodes 128 inputs of 64 rows of W in `StreamKernel`; 0 if loading takes
             longer.
-        limb_clocks: the same number for `ResidentKernel`, which decodes to bytes.
+        limb_clocks: as stream_clocks, in `ResidentKernel`, which decodes to bytes.
         key: the format's name in operators and state dicts, made of ``codes_name`` and ``scales_name``.
     """
 
@@ -148,8 +148,7 @@ class WeightFormat(ABC):
 
     @property
     def more_groups(self) -> int:
-        """The space of second-level scales, in groups: the number of groups whose scales would take as many bytes. 0
-        without a second level."""
+        """How many groups' scales would take as many bytes as the second-level scales; 0 without a second level."""
         return ROW_SCALE_BYTES // self.scale_bytes if self.row_scales else 0
 
     @property

@@ -85,8 +85,8 @@ class E4m3Decoder(ABC):
 
         scales: for each group, the stored scales of rows g and g + 8.
 
-        Returns (arguments, scales). ``arguments`` has an additional argument of `fragment` for each group. ``scales``
-        has two scales, for row g and for row g + 8, by which the caller has to multiply the sums.
+        Returns (arguments, scales). For each group, ``arguments`` has an argument to pass to `fragment` after
+        ``words``. ``scales`` has two scales, for row g and for row g + 8, by which the caller has to multiply the sums.
         """
         raise NotImplementedError
 

@@ -153,8 +153,8 @@ class SubnormalDecoder(CodeDecoder):
     requires scales below 2**27. With scaling, 8 codes of 4 bits take 9 instructions, 8 codes of 8 bits take 8; with
     zero points, 13 and 12.
 
-    Marlin and FP6-LLM convert FP8 and FP6 weights by masks and one product with a power of two, also subnormal numbers.
-    Here integers are converted in this way: they are read as subnormal floats.
+    Marlin and FP6-LLM convert FP8 and FP6 weights, subnormal numbers included, by masks and one product with a power of
+    two. Here integers are converted in this way, read as subnormal floats.
     """
 
     scales_weights = True

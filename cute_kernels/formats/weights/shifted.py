@@ -9,7 +9,7 @@ multiply-add.
 
 | key | groups |
 |---|---|
-| `w4f_g64`, `w8f_g64` | 64 inputs of a row; 16, 32, 128 and 256 as well |
+| `w4f_g64`, `w8f_g64` | 64 inputs of a row; the other keys end in 16, 32, 128 or 256 |
 """
 
 from __future__ import annotations
