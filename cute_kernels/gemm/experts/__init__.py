@@ -52,8 +52,8 @@ def grouped_linear(
     out: torch.Tensor | None = None,
     activations: Activations | None = None,
 ) -> torch.Tensor:
-    """Computes activation(x[rows[p]] W_e^T + bias_e) at the places p of each expert e, expert_offsets[e] to
-    expert_offsets[e + 1] - 1.
+    """Computes row p of the result as activation(x[rows[p]] W_e^T + bias_e) for each place p of each expert e. The
+    places of expert e are expert_offsets[e] to expert_offsets[e + 1] - 1.
 
     The device reads the routing, and the host never waits for it. So calls can be captured in CUDA graphs and replayed
     with other offsets. Accumulators, bias and activation are fp32; the result is rounded once. Works under

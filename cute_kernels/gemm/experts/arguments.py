@@ -5,10 +5,10 @@ Arguments that :mod:`cute_kernels.gemm.arguments` lists have the same meaning he
 of all experts, one after the other. x is [.., k].
 
     offsets, rows      int32 [num_experts + 1], the first place of each expert, and [places], the row of x at each place
-    waits              1 if the previous kernel may write offsets and rows, or ids; 0 if it has waited for them itself
-                       before it let this one begin
-    of `RANGES`        k_blocks: a multiple of a chunk's k blocks; x_slots: entries for whose limbs there is room;
-                       places: rows of the result, at least 1
+    waits              1 if warps have to wait for the previous kernel before they read offsets and rows, or ids; 0 if
+                       these were complete before the previous kernel let this kernel begin
+    of `RANGES`        k_blocks: a multiple of a chunk's k blocks; x_slots: number of entries whose limbs fit in shared
+                       memory at a time; places: rows of the result, at least 1
     of `ASSIGNED`      ids: address of ``count`` experts' ids, each ``id_words`` words of 32 bits; ids outside 0 to
                        num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as in
                        `AssignedSizes`. K is in 2**part_bits equal parts of k_blocks k blocks. Each part has a result of
@@ -16,9 +16,9 @@ of all experts, one after the other. x is [.., k].
                        `COMBINE` adds the parts up
     of `ENTRIES`       ids, count, id_words, row_factor: as in `ASSIGNED`; k and n whole k blocks and vectors
     of `TILES`         x [places, k], rows in the order of the places
-    of `LIMB_TILES`    x [places, padded k] of 16 bits: of each 128 inputs first the high limbs, then the low ones;
-                       x_scales, on 16 bytes: fp32 [k blocks, x_scale_pitch], a multiple of 4 and large enough for 68
-                       scales from any place on
+    of `LIMB_TILES`    x [places, padded k] of 16 bits: for each 128 inputs first 128 high limbs, then 128 low limbs;
+                       x_scales: fp32 [k blocks, x_scale_pitch], on 16 bytes; x_scale_pitch: a multiple of 4, large
+                       enough for 68 scales from any place on
     `ROUTING`          topk_ids int32 or int64 [tokens, topk]; ids outside 0 to num_experts - 1 go nowhere; places
                        [tokens * topk], the place of each assignment, -1 if it goes nowhere; all but ids int32
     `COMBINE`          out [tokens, n] of the configuration's dtype; results [places, n] of its source, on 16 bytes;

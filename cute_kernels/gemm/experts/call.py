@@ -66,8 +66,8 @@ def check_grouped(call: GroupedCall) -> GroupedCall:
 
 
 def check_grouped_values(call: GroupedCall) -> GroupedCall:
-    """Makes the checks of `check_grouped`. With `cute_kernels.arguments.DEBUG` it also checks the values of offsets and
-    rows."""
+    """Checks a call as `check_grouped` does and, if `cute_kernels.arguments.DEBUG` is set, also the values of offsets
+    and rows."""
     checked = check_grouped(call)
     if arguments.DEBUG:
         check_routing(call.expert_offsets, call.rows, call.x.shape[0])

@@ -39,9 +39,11 @@ def assigned(
 
 
 def ranges_like(problem: GroupedProblem, layout: GroupedLayout, *, last: bool) -> RangeLayout | None:
-    """Returns a layout by work ranges for a layer's product, or None if there is none. layout: the product's layout
-    over sorted assignments. last: whether the product is the layer's last one. The last product may cut K into parts if
-    shared memory has no room for limbs over all of K, since its results are added up anyway.
+    """Returns a layout by work ranges for a layer's product, or None if there is none.
+
+    layout: the product's layout over sorted assignments. last: whether the product is the layer's last one. Results of
+    the last product are added up anyway, so it may cut K into parts if shared memory has no room for limbs over all of
+    K.
     """
     if isinstance(layout, RangeLayout):
         return layout

@@ -1,9 +1,9 @@
 """The kernel that adds up the results of a token's experts, in the order of the token's assignments. A thread adds up
 four columns of a token.
 
-Results lie in the order of places, so the results of one token are not neighbours. This kernel adds them in a fixed
-order, after a write to L2 and a read from it. Atomics in the GEMM's epilogue would save both, but sums would depend on
-the order of CTAs.
+Results lie in the order of places, so the results of one token are not neighbours. The products write results to L2,
+and this kernel reads them from there and adds them in a fixed order. Atomics in the products' epilogue would save that
+write and read, but sums would depend on the order of CTAs.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class CombineKernel:
 
     @cute.jit
     def choose(self, chosen, shares, places, weights, first, begin, terms, num_experts):
-        """Loads places and weights of the terms of a token: up to COMBINE_BATCH, from term ``begin`` on. first: index
-        of the token's first assignment.
+        """Loads up to COMBINE_BATCH terms of a token, from term ``begin`` on: the rows of results into ``chosen`` (-1:
+        no row), the routing weights into ``shares``. first: index of the token's first assignment.
         """
         share_bytes = 4 if self.config.shares == "fp32" else 2
         places_of, weights_of = places + first * self.place_bytes, weights + first * share_bytes
@@ -110,8 +110,8 @@ class CombineKernel:
         return ptx.bf16x2_low_to_float(word) if self.config.shares == "bf16" else ptx.half2_low_to_float(word)
 
     def term(self, number, terms) -> tuple[Any, Any]:
-        """Returns (assignment, row) of the ``number``-th term of a token. assignment: its index. row: index of the
-        row of the results at which the term's part of K begins.
+        """Returns (assignment, row) of the ``number``-th term of a token. assignment: the index of the term's
+        assignment among those of the token. row: the first row of the results for the term's part of K.
         """
         if not self.config.id_bits:
             return number, Int32(0)

@@ -23,7 +23,7 @@ TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048, 8192)
 def shipped_specs() -> list[KernelSpec]:
     """Returns the specs that bundles hold and CI compiles: 4 bits in groups of 128, bf16; others compile on demand.
 
-    All tile configurations are among them, so none is missing whatever tile the model of time chooses.
+    All tile configurations are among them, so the tile that the time model chooses never lacks a kernel.
     """
     specs: dict[KernelSpec, None] = {}
     for experts, topk, hidden, inner in MODELS:

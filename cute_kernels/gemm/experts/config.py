@@ -22,8 +22,8 @@ class CombineConfig:
     Attributes:
         dtype: dtype of the output, "bf16", "fp16" or "fp32".
         source: dtype of the results that are added up.
-        id_bits: bits of an expert's id, 32 or 64, if results lie in the order of assignments; 0 if places say where
-            they lie.
+        id_bits: bits of an expert's id, 32 or 64, if results lie in the order of assignments; 0 if results lie in the
+            order of places.
         shares: dtype of the routing weights, which are the factors of the sum.
     """
 

@@ -2,9 +2,9 @@
 
 A layer's launches are the routing, two products, and the sum over a token's experts. If the products need it, other
 launches put rows in the order of their places, or round them. The launches exchange data in one allocation (`Scratch`).
-It begins with the hidden activations, which kernels get as a tensor; all other data are passed by address. The compiled
-functions check only the tensor's number of columns, so the other data may lie behind its last row. Nothing here waits
-for the device.
+The allocation begins with the hidden activations, which kernels get as a tensor; all other data are passed by address.
+Compiled functions check only the number of columns of the tensor, so the other data may lie behind the tensor's last
+row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -315,9 +315,11 @@ def entry_layouts(form: LayerForm) -> list[GroupedTiles] | None:
 
 def as_they_are(layouts: Sequence[RangeLayout | GroupedTiles], form: LayerForm) -> Products:
     """Makes both products over unsorted assignments. In the first product, ``topk`` neighbouring assignments share a
-    row of x. In the second product, each assignment has its own row of hidden activations. The first launch waits for
-    the ids before it lets the next launch begin, so the launches behind it need not wait for the ids. That launch is
-    the first product, or in FP8 the one that rounds x: the product then loads weights while x is rounded.
+    row of x. In the second product, each assignment has its own row of hidden activations.
+
+    The layer's first launch waits for the ids before it lets the next launch begin, so no later launch has to wait for
+    the ids. The first launch is the first product. In FP8 it is the launch that rounds x; the first product then loads
+    weights while x is rounded.
     """
     words, where = form.id_bits // 32, (form.gate_up.num_experts, form.gate_up.device_index)
     leads = form.gate_up.activations is None
@@ -332,7 +334,7 @@ def sorted_products(form: LayerForm) -> Products:
 
 
 def behind_each_other(first: GroupedProduct, second: GroupedProduct) -> Products:
-    """Returns two products that are launched one after the other behind a routing. If both kernels can skip the wait
+    """Returns two products that are launched one after the other, after the routing. If both kernels can skip the wait
     for the routing, only the first one waits.
     """
     if first.waits is not None and second.waits is not None:

@@ -34,8 +34,8 @@ from cute_kernels.runtime.gpu import GPU, per_gpu
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 TENSORS = ("codes", "scales", "zeros", "bias", "x_scales")
-"""Names of the tensors, besides x, that callers pass to a bound product. They pass addresses of out and, for sorted
-assignments, of offsets and rows, for unsorted ones of ids."""
+"""Names of the tensors, besides x, that callers pass to a bound product. Callers also pass addresses: of out, and of
+offsets and rows (sorted assignments) or of ids (unsorted assignments)."""
 # Rows of an expert up to which products are in 16 bits where x has scales by group. 1024 tokens of DeepSeek-V3 take
 # 3.03 ms so, and 3.37 ms in FP8 (`moe_fp8_rows_study.json`).
 MOST_GROUPED_ROWS = 48
@@ -48,8 +48,7 @@ class GroupedProduct(Product):
 
     Attributes:
         gathers: whether the product loads rows of x by index.
-        stores_fp32: whether the product stores fp32 results for a layer that adds them up, as it does if results are
-            few.
+        stores_fp32: whether the results that a layer adds up are stored in fp32: only if there are few of them.
         waits: whether the product waits for the previous launch before it reads the routing (offsets and rows, or ids).
             If not, it loads weights while the previous launch ends. None: the kernel cannot choose.
         finds_ids: whether the product takes unsorted assignments, as ids of experts.
@@ -77,9 +76,10 @@ def layout_of(
 
 
 def takes_codes(form: ExpertsForm, problem: GroupedProblem) -> bool:
-    """Returns whether a product takes x as E4M3 codes. If experts usually have few rows, a product in FP8 is the 16-bit
-    product of rows that `rounding` has rounded: it takes as long as loading its weights. Few are as many as work ranges
-    support, and more for FP8 in groups. `cute_kernels.gemm.fp8.has_few_rows` is such a rule for linear layers."""
+    """Returns whether a product takes x as E4M3 codes. If bf16 experts usually have few rows, a product in FP8 is
+    instead a 16-bit product of the rows that `rounding` has rounded, since loading the weights takes as long. Few means
+    at most `ROWS`, or `MOST_GROUPED_ROWS` if x has a scale for each group. Batch-invariant products always take codes.
+    For linear layers, `cute_kernels.gemm.fp8.has_few_rows` is the corresponding rule."""
     most = MOST_GROUPED_ROWS if x_group(problem.format) else ROWS
     few = problem.dtype == "bf16" and usual_rows(problem) <= most
     return form.activations is not None and (problem.batch_invariant or not few)
@@ -89,8 +89,9 @@ def rounding(rows: int, places: int, form: ExpertsForm, batch_invariant: bool = 
     """Returns the launch that rounds ``rows`` rows of x to E4M3 before a 16-bit product of ``places`` rows. Returns
     None if the product is not in FP8, or takes codes.
 
-    A launch of a product may begin before the rounding has ended. The rounding lets it begin after it has itself waited
-    for all launches before. So what those made, such as the routing, is complete even for a product that does not wait.
+    The product's launch may begin before the rounding has ended, but not before the rounding has waited for all earlier
+    launches. So the results of earlier launches, such as the routing, are complete even if the product does not wait
+    for them.
     """
     if form.activations is None or takes_codes(form, problem_of(places, form, batch_invariant)):
         return None

@@ -25,8 +25,8 @@ def grouped_linear_reference(
     batch_invariant: bool = False,
     activations: str | None = None,
 ) -> torch.Tensor:
-    """Computes activation(x[rows] W_e^T + bias_e) at places expert_offsets[e] to expert_offsets[e + 1], for every
-    expert e.
+    """Computes row p of the result as activation(x[rows[p]] W_e^T + bias_e) for each place p of each expert e. The
+    places of expert e are expert_offsets[e] to expert_offsets[e + 1] - 1.
 
     Products are as in `cute_kernels.gemm.linear_reference`. Results at places that no expert has are 0.
 

@@ -32,8 +32,8 @@ class Stored:
         transposed: whether weights are [E, K, N], not [E, N, K].
         in_turn: whether rows of gates and ups alternate. If not, all gate rows come before all up rows.
         biased: whether there are biases. Their names are those of the weights plus "_bias".
-        scales_inputs: whether the router's weights scale the experts' inputs. Such a module takes the rows of all
-            experts, sorted by expert. Its block has a "router", not a "gate".
+        scales_inputs: whether the router's weights scale the experts' inputs. The module's forward then takes the rows
+            of all experts, sorted by expert, and the block's router is called "router", not "gate".
     """
 
     first: str = GATE_UP
@@ -87,7 +87,7 @@ KINDS = (
     Stored(UP),
     Stored(transposed=True, scales_inputs=True),
 )
-"""How most models, gpt-oss, Nemotron-H and Llama 4 store experts, in this order."""
+"""The supported ways to store experts, in this order: that of most models, of gpt-oss, of Nemotron-H and of Llama 4."""
 
 WANTED = (
     "gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I] with SiLU and nothing else, or up_proj [E, I, hidden] "

@@ -19,7 +19,8 @@ def parts_of(m: int, k: int, num_sms: int, room: int = 0) -> int:
     """Returns the number of CTAs for each row.
 
     If ``room`` is 0, inputs keep their order. A row then has so many CTAs that each thread has one vector. CTAs make
-    one part of all rows before the next part, so a row that is gathered several times is read from L2.
+    the first part of all rows, then the second part of all rows, and so on. So if a row is gathered several times, L2
+    still holds the part.
 
     Otherwise inputs are permuted, and every CTA of a row loads all of the row. So a row has several CTAs only as long
     as there are at most two CTAs for each SM.

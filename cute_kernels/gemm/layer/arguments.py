@@ -3,13 +3,13 @@
 For each product (`PRODUCTS`), addresses that are multiples of 16:
 
 - codes, scales: the packed weight [n, k];
-- norm: the weight of its row's RMSNorm, bf16 [k], or 0;
-- out: its results, bf16 [n], or [n / 2] with SwiGLU; 0 if only the next product reads them;
+- norm: bf16 [k], the weight of the RMSNorm of the product's row, or 0;
+- out: the product's results, bf16 [n], or [n / 2] with SwiGLU; 0 if only the next product reads them;
 
 and numbers:
 
 - n, a multiple of 64, or 0 if there is no such product; k, a multiple of 256;
-- gated: 1 with SwiGLU, else 0; adds: 1 if it adds the first product's results, else 0.
+- gated: 1 with SwiGLU, else 0; adds: 1 if the first product's results are added to the product's, else 0.
 
 x: bf16 [1, k], the first product's row; each other product's row is the result of the one before. residual: bf16
 [n], added to the first product, or 0.

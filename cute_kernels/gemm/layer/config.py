@@ -39,10 +39,11 @@ class LayerProductsConfig:
         num_stages: stages of the pipeline of weights; each consumer warp has equally many of them.
         activation: the gated activation of gate and up; None: SwiGLU.
         consumer_warps, loader_warps: how many warps multiply, and how many copy weights.
-        window: number of stages that a loader warp has in flight. Memory serves loads in order: with a wider window,
-            loads of other CTAs' results would wait behind weights that are not needed yet.
+        window: number of stages that a loader warp has in flight. Memory completes loads in order: with a wider window,
+            loads of other CTAs' results would wait for weights that are not needed yet.
         wide_window: number of stages in flight for work tiles that wait for no CTA, and for which no CTA waits.
-        draw_ahead: the first loader warp draws the next work tile when it still has this many stages to load.
+        draw_ahead: how many stages of a work tile the first loader warp still has to load when it draws the next work
+            tile.
     """
 
     groups: int

@@ -15,7 +15,7 @@ def multiply_bytes(sums: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint3
 
     Lane 4g + t holds these elements. A: register 0 is row g, columns 4t to 4t + 3; register 1 is row g + 8, the same
     columns; registers 2 and 3 are the same rows, 16 columns to the right. B: register 0 is column g, rows 4t to 4t + 3;
-    register 1 is 16 rows below. Sums: rows g and g + 8, columns 2t and 2t + 1.
+    register 1 is 16 rows below. C (``sums``) and D: rows g and g + 8, columns 2t and 2t + 1.
     """
     registers = "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7}"
     return Asm(f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {registers};", count=4)

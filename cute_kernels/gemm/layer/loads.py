@@ -61,8 +61,8 @@ class Loader:
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
         """Ends the CTA's draws. The last index that a CTA draws is that of a tile of the last product, or higher. The
-        CTA that draws the highest index resets the counter to EMPTY. Only then may the next launch begin, since its
-        CTAs draw at once.
+        CTA that draws the highest index resets the counter to EMPTY. Only then may the next launch begin, since CTAs
+        draw as soon as they begin.
         """
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)
@@ -74,8 +74,8 @@ class Loader:
         """Loads a loader warp's stages of a work tile, as they become free. Returns (number of the tile's stages, index
         of the next tile, in lane 0 of the first loader warp).
 
-        The next tile is drawn with one of the last stages. If a CTA drew earlier, it would keep a tile that another CTA
-        could begin.
+        The first loader warp draws the next tile when it loads one of its last stages of this tile. If a CTA drew
+        earlier, it would hold a tile that another CTA could already begin.
         """
         config, loaders, weights = self.config, self.config.loader_warps, memory.weights
         product = memory.product(number)

@@ -39,7 +39,7 @@ class Product:
         k: number of inputs.
         n: number of features.
         gated: whether SwiGLU halves the features.
-        adds: whether the first product's results are added.
+        adds: whether the first product's results are added to this product's.
         place: offset in bytes of the product's results in a set of the exchange.
         rows: offset in bytes of the previous product's results, which are this product's row of x.
     """

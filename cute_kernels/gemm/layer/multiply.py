@@ -1,9 +1,10 @@
-"""Consumer warps, each of which multiplies its own stages, 32 features by 256 inputs, by int8 MMAs.
+"""The consumer warps. Each multiplies its own pipeline stages by int8 MMAs. A stage has 32 features and 256 inputs.
 
 A warp's sums over 128 inputs are exact in int32. They are multiplied by scales and added to fp32 accumulators. A
-stage's memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. Which stages of
-a work tile a warp has depends on the stages before the tile. Accumulators are therefore published by rank: the index,
-within the tile, of the warp's first stage. Their sum then has the same order in every CTA.
+stage's memory always belongs to the same warp, so the phase parity of its barriers is never ambiguous. A warp does not
+have the same stages of every work tile: that depends on the number of stages before the tile. So a warp publishes its
+accumulators under a rank, the index of its first stage in the tile, and ranks are added in order. The order of a sum is
+then the same in every CTA.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Multiplier:
                 acc[index] = ptx.fma(exact * of_row[i], of_features[i, fragment, k], acc[index])
 
     def operands(self, first, second, masks) -> list:
-        """Returns the A operand of an MMA, decoded from the codes of two steps. A byte of it is (code - 8) * 16."""
+        """Returns the A operand of an MMA, decoded from the codes of two steps. Each byte of the operand is (code - 8)
+        * 16."""
         return [byte for word in (first, second) for byte in NibbleBytes().fragment([word], masks)]
 
     @cute.jit

@@ -27,9 +27,9 @@ SCALE_BITS, SCALE_ROUND_UP = 0x7FF00000, 0xFFFF0
 SMALL_GROUP_ACC_M = 64  # rows of all tiles of a warpgroup where a k block has several groups: more sums would spill
 
 FP8_TILES = matrix_arguments((*DENSE_ADDRESSES, "x_scales"), (*TILE_NUMBERS, "x_scale_pitch"))
-"""The arguments of FP8 products. x: [m, padded k] bytes in the order that `.rows` makes, two of them an element.
-x_scales: fp32 [k blocks, x_scale_pitch], on 16 bytes. x_scale_pitch: a multiple of 4, with room for a whole last tile
-and 4 more scales."""
+"""The arguments of FP8 products. x: [m, padded k / 2] 16-bit elements, each with two E4M3 codes, in the order that
+`.rows` makes. x_scales: fp32 [k blocks, x_scale_pitch], on 16 bytes. x_scale_pitch: a multiple of 4, with room for a
+whole last tile and 4 more scales."""
 ROWS = matrix_arguments(
     ("end", "rows", "given", "out", "scales"),
     ("places", "out_pieces", "groups", "scale_groups", "group_stride", "place_stride"),
@@ -54,8 +54,8 @@ def fp8_problem(form: WeightFormat) -> str | None:
 
 
 def check_activations(activations: object, scale: object, form: WeightFormat, k: int = X_GROUP) -> bool:
-    """Returns whether products are in FP8. Raises ValueError if a weight of format ``form`` with ``k`` inputs does not
-    support ``activations``.
+    """Returns whether ``activations`` asks for products in FP8. Raises ValueError if a weight of format ``form`` with
+    ``k`` inputs does not support them.
     """
     if activations is None:
         if scale is not None:
@@ -74,8 +74,8 @@ def check_activations(activations: object, scale: object, form: WeightFormat, k:
 def x_group(form: WeightFormat) -> int:
     """Returns how many inputs of a row of x share a scale, for weights of a format; 0 if x has one scale per row.
 
-    x has groups only if weights have 8-bit codes in groups, as DeepSeek's checkpoints were calibrated with such scales.
-    With one scale per row, it takes one instruction to add a sum; with groups it takes two.
+    x has scales of groups only if weights have 8-bit codes in groups: DeepSeek's checkpoints were calibrated with such
+    scales. Adding a sum to the accumulators takes one instruction with one scale per row, and two with groups.
     """
     return X_GROUP if form.group_size and form.bits == 8 else 0
 

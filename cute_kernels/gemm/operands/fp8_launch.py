@@ -90,8 +90,8 @@ def rows_for_products(
 def plain_rows(x: torch.Tensor, group_size: int, scale: torch.Tensor | None) -> ScaledRows | None:
     """Returns the launch of `quantize_activations` for x on a GPU, or None if torch has to compute it.
 
-    torch computes fp32, rows with gaps, and rows that are not whole, aligned pieces of 16 bytes. It also computes all
-    calls if there is no kernel: the GPU has none, or it is not compiled and there is no compiler.
+    torch computes x in fp32, rows with gaps, and rows that are not whole, aligned pieces of 16 bytes. It also computes
+    all calls if there is no kernel for the GPU, or if the kernel is not compiled and there is no compiler.
     """
     index, k = x.get_device(), x.shape[-1]
     if x.dtype not in DTYPES or not x.numel() or k % VECTOR or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:

@@ -1,9 +1,9 @@
 """The FP8 mainloop: E4M3 MMAs with decoded W in registers, x in shared memory, and sums at two levels.
 
 The tensor cores add products of E4M3 with some 14 bits. So the MMAs add up one group at a time, of at most 128 inputs,
-from zero. CUDA cores multiply a group's sums by the weight's scale and add them to an fp32 total of the k block. They
-then multiply the total by the scale of x's row. Each of these steps takes one instruction for each sum, and overlaps
-with another warpgroup's MMAs. Scales for all of K are applied to the fp32 sums at the end.
+from zero. CUDA cores multiply a group's sums by the weight's scale and add them to an fp32 total of the k block. Then
+they multiply the total by the scale of x's row and add it to the accumulators. Both steps take one instruction for each
+sum, and run during another warpgroup's MMAs. Scales for all of K are applied to the fp32 sums at the end.
 
 DeepGEMM promotes sums of 128 inputs to fp32, too. FlashInfer's and CUTLASS's mixed products also decode a 4-bit
 codebook by a byte permutation.
@@ -99,8 +99,8 @@ class PingPong:
 
     @cute.jit
     def end(self, warp):
-        """Lets the first warpgroup wait for the second warpgroup's last arrival. The barrier is then free for the next
-        work tile."""
+        """Makes the first warpgroup wait for the second warpgroup's last arrival, so that the barrier is free for the
+        next work tile."""
         if const_expr(self.active):
             if warp < WARPGROUP_WARPS:
                 self.wait(warp)
@@ -108,7 +108,7 @@ class PingPong:
 
 class Fp8Mainloop(StageByStage):
     """The mainloop policy of FP8 products; `cute_kernels.gemm.wgmma.register_mainloop.RegisterMainloop` describes the
-    methods. Without `MainloopParts.x_scale_shift` tiles begin at multiples of 8 rows.
+    methods. If `MainloopParts.x_scale_shift` is None, tiles begin at multiples of 8 rows of x.
     """
 
     def __init__(self, config: WgmmaConfig[Fp8Wgmma], parts: MainloopParts):

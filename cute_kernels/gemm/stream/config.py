@@ -26,7 +26,8 @@ ALIGNMENT = 128  # bytes; where regions that bulk copies fill begin
 
 @dataclass(frozen=True)
 class Activations(ABC):
-    """The policy by which a CTA's part of x is loaded into shared memory, and how many bytes the part may take.
+    """The policy of activations. It says how a CTA's part of x is loaded into shared memory, and how many bytes the
+    part may take.
 
     Attributes:
         x_bytes: bytes of shared memory for the activations of a CTA's part of K.
@@ -58,8 +59,8 @@ class Activations(ABC):
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """Loads a slice of K, for all rows of x. A separate warp loads each part of the slice into a pipeline stage,
-    together with the first weights that are multiplied by that part.
+    """The policy in which a CTA has a slice of K of all rows of x. A separate warp loads each part of the slice into
+    the pipeline stage that has the first weights for this part.
     """
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations
@@ -110,7 +111,7 @@ class StreamConfig(Generic[ActivationsT]):
         k_warps: number of warps that share the k blocks of a chunk.
         block_k: number of inputs of a k block. It divides the padded K and is a multiple of the group size.
         chunk_k_blocks: number of k blocks of a stage.
-        num_stages: number of pipeline stages. Nearly all of them are being loaded at any time.
+        num_stages: number of pipeline stages. At any time, nearly all stages are being loaded.
         store: how results are stored.
         activations: how x reaches shared memory.
     """

@@ -9,8 +9,8 @@ outputs.
 
 A partial result has arrived when its words are no longer EMPTY (`cute_kernels.device.exchange`). Two CTAs never wait
 for each other. A CTA publishes its own part of a block before it waits for other CTAs. It waits only for CTAs of its
-own group, and for groups before its own. Those earlier groups compute the shared block first. The CTAs of a group run
-at the same time, since they are neighbours in the grid and CTAs start in order.
+own group and of earlier groups. A group that shares a block with a later group computes this block first. The CTAs of a
+group run at the same time, since they are neighbours in the grid and CTAs start in order.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class StreamEpilogue:
         memory.results.consumer_wait(memory.results.consumer_state_of(index))
 
     def is_held(self, work, index, lag):
-        """Whether a CTA keeps its own part of a block in the staging buffer until it adds up its share. If not, its own
-        part goes through the workspace, as other CTAs' parts do.
+        """Whether a CTA keeps its own part of segment ``index``'s block in the staging buffer until it adds up its
+        share. If not, its own part goes through the workspace, as other CTAs' parts do. lag: 1 if the share is added up
+        one segment later, else 0.
         """
         return (lag == 0) | (index == work.num_segments - 1)
 
@@ -86,8 +87,8 @@ class StreamEpilogue:
 
     @cute.jit
     def store_partials(self, operands, memory, work, segment, index, part, held, tid):
-        """Publishes a CTA's part of a block to the combiners. If ``held``, the outputs of the CTA's own share are not
-        published."""
+        """Publishes a CTA's part of a block to the combiners. If the part is ``held`` (`is_held`), outputs in the CTA's
+        own share are not published."""
         first, end = self.share(work, segment)
         source = memory.staging + self.buffer(index) * self.config.buffer_bytes
         part_vectors = work.shape.m * self.row_vectors

@@ -11,8 +11,8 @@ are applied to the fp32 accumulators of a scale group. Results of a block go thr
 warps (:mod:`.epilogue`), so that neither reduction nor stores hold up the stream. There is no CTA barrier after the
 first one.
 
-The tensor cores run mma.sync, as on sm_80. At 16 tokens and 4 bits, the memory delivers the 256 codes of an A operand
-to an SM every 6.5 cycles.
+The tensor cores run mma.sync, as on sm_80. With 16 tokens and 4-bit codes, an SM receives the 256 codes of one A
+operand from memory every 6.5 cycles.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class StreamRoles:
     def load_group(self, base, tile: int, k_block, group: int, place: StreamLane, channel):
         """Loads the scales and offsets of the thread's two rows for one group of a k block. Returns (scales, offsets).
 
-        Scales are None if they are applied elsewhere: by the decoder, or at the end if a row has one scale for all of
-        K.
+        Scales are None if the decoder applies them, or if a row has one scale for all of K, which is applied at the
+        end.
         """
         config, decoder = self.config, self.decoder
         if not config.group_size:

@@ -45,8 +45,8 @@ class StreamSchedule:
         num_tiles: number of tiles of 64 output features.
         k_blocks: number of k blocks of the padded K.
         num_slices: number of slices of K, one for each CTA of a group.
-        num_groups: number of groups of CTAs. A slice's k blocks are numbered through all blocks of output
-            features. Each group takes a range of them; ranges differ by one k block at most.
+        num_groups: number of groups of CTAs. A slice's k blocks are numbered through all blocks of output features.
+            Each group takes a range of these k blocks; the lengths of ranges differ by at most one.
     """
 
     config: StreamConfig
@@ -163,8 +163,8 @@ def estimate_us(problem: LinearProblem, schedule: StreamSchedule) -> float:
 
 
 def candidate_configs(problem: LinearProblem) -> list[StreamConfig]:
-    """Returns the configurations worth considering: at most one for each amount of shared memory in `X_BYTES`.
-    Activations may take that amount."""
+    """Returns the configurations worth considering: at most one for each number in `X_BYTES`, the bytes of shared
+    memory for activations."""
     base = base_config(problem)
     # Three warps along K keep pace with the memory better, where shared memory holds a pipeline of their longer stages.
     more = replace(base, k_warps=3) if base.n_tiles == 2 and base.block_k <= 128 else base
@@ -179,8 +179,8 @@ def in_flight(config: StreamConfig) -> int:
 
 
 def base_config(problem: LinearProblem) -> StreamConfig:
-    """Returns a configuration with the problem's format and dtype, its k block and its tiles per warp; the other fields
-    are preliminary.
+    """Returns a configuration whose format, dtype, activation, k block and tiles per warp are those for the problem;
+    the other fields are preliminary.
 
     A warp with two tiles uses each result of ldmatrix twice, and waits half as often.
     """
@@ -195,8 +195,8 @@ def base_config(problem: LinearProblem) -> StreamConfig:
 
 
 def most_x_bytes(base: StreamConfig) -> int:
-    """Returns the largest number of bytes of shared memory for activations, in whole KiB. The rest then has room for a
-    pipeline that loads IN_FLIGHT_BYTES ahead.
+    """Returns the largest number of bytes, in whole KiB, that activations may take. The rest of shared memory then has
+    room for a pipeline that loads IN_FLIGHT_BYTES ahead.
     """
     two = replace(with_stages(base, 0), num_stages=2)
     least = replace(two, num_stages=max(2, 1 + -(-IN_FLIGHT_BYTES // in_flight(two))))
@@ -217,8 +217,8 @@ def shipped_configs() -> list[StreamConfig]:
     """Returns the configurations that ship. They are for integers of 4 and 8 bits, with and without zero points, and
     for 1 and 8 rows of x.
 
-    In bf16 there is one for each of `SHIPPED_GROUP_SIZES`, in fp16 one for groups of 128. Both dtypes have one without
-    groups. For bf16 and groups of 128 without zero points, the configurations for layers of more features ship, too.
+    bf16 has configurations for each of `SHIPPED_GROUP_SIZES` and without groups, fp16 for groups of 128 and without
+    groups. For bf16 and groups of 128 without zero points, the configurations for layers with more features ship, too.
     """
     configs: dict[StreamConfig, None] = {}
     formats = [("bf16", group_size) for group_size in (0, *SHIPPED_GROUP_SIZES)] + [("fp16", 0), ("fp16", 128)]

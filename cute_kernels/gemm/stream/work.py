@@ -62,8 +62,9 @@ class Segment:
 class Work:
     """A CTA's part of the weights: ``count`` k blocks of slice ``slice_index``, from ``first`` on; run-time integers.
 
-    A CTA computes its blocks from the last to the first. It may share its last block with the next group, which
-    computes that block at the end. So this CTA's part of the block is ready long before the next group adds it up.
+    A CTA computes its blocks from the last to the first. A CTA's last block may also be the first block of the next
+    group, which that group computes at the end. So this CTA's part of the block is ready long before the next group
+    adds it up.
     """
 
     shape: StreamSizes
@@ -92,8 +93,8 @@ class Work:
         return Segment(block, begin, cutlass.min(stop, self.own_k_blocks), stop == self.shape.slice_k_blocks)
 
     def first_group(self, block):
-        """Returns the first group of CTAs that computes a part of ``block``. This CTA's group also computes a part of
-        it.
+        """Returns the first group of CTAs that computes a part of ``block``, a block of which this CTA's group computes
+        a part.
         """
         shape = self.shape
         start = block * shape.slice_k_blocks
@@ -128,7 +129,5 @@ class Work:
         return first, cutlass.select_(index < 2, cutlass.max(stop - first, 0), Int32(0))
 
     def k_block_of_tile(self, tile, k_block):
-        """Returns an index among the k blocks of all tiles: that of k block ``k_block`` of the slice, in tile
-        ``tile``.
-        """
+        """Returns the index, among the k blocks of all tiles, of k block ``k_block`` of the slice in tile ``tile``."""
         return Int64(tile) * self.shape.k_blocks + (self.first_k_block + k_block)

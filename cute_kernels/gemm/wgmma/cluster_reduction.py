@@ -1,9 +1,9 @@
 """The DSMEM reduction for tiles of few rows: CTAs of a cluster publish partials to the CTA that adds them up.
 
 The CTAs of a cluster compute equal parts of K for one block of output features. Each CTA stores some of the block's
-tiles of 64 features. If another CTA stores a tile, a warpgroup writes its accumulators of the tile into that CTA's
-shared memory. A barrier there counts the bytes that arrive. So a partial is moved once. Through the workspace, it would
-be written to L2 and polled there by the other CTA. Each barrier is used once, since a CTA of a cluster has one work
+tiles of 64 features. A warpgroup writes its accumulators of a tile into the shared memory of the CTA that stores the
+tile. A barrier there counts the bytes that arrive. So a partial is moved once. Through the workspace, it would be
+written to L2, and the storing CTA would poll it there. Each barrier is used once, since a CTA of a cluster has one work
 tile.
 
 If warpgroups interleave k blocks, their accumulators are first added up in their CTA's own shared memory. The CTA then

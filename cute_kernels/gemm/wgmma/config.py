@@ -263,7 +263,7 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """(first token, number of tokens) of each chunk: the tokens of a tile that a warpgroup stores at a time."""
+        """(first token, number of tokens) of each chunk of a tile. A warpgroup stores one chunk at a time."""
         starts = range(0, self.own_m, self.chunk_m)
         return [(start, min(self.chunk_m, self.own_m - start)) for start in starts]
 
@@ -355,8 +355,8 @@ class WgmmaConfig(Generic[M]):
 
     @property
     def reduces(self) -> bool:
-        """Whether mainloop and reduction can be combined. They can if the type of one of them is in the list of types
-        that the other has.
+        """Whether mainloop and reduction can be combined: the mainloop lists the reduction's type, or the reduction the
+        mainloop's.
         """
         return type(self.reduction) in self.mainloop.reductions or type(self.mainloop) in self.reduction.mainloops
 

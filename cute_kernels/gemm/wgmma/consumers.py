@@ -106,8 +106,8 @@ class Consumers:
 
 
 def in_loop_of(config: WgmmaConfig, present, count: int):
-    """Returns whether the loop of ``count`` row parts is wide enough for a tile with ``present`` row parts. Narrower
-    loops are tested first.
+    """Returns whether the loop for ``count`` row parts is the one for a tile with ``present`` row parts. Loops for
+    fewer row parts have been tested before.
     """
     every = len(config.loop_parts) == config.row_parts
     return present == count if every else present <= count

@@ -1,5 +1,5 @@
-"""Cost models of tile kernels. A model computes the clocks of a mainloop, and of storing results.
-`Reduction.launch_clocks` in `.results` adds them up to the clocks of a whole launch.
+"""Cost models of tile kernels. A model computes the clocks of a mainloop and those of storing results. From both,
+`Reduction.launch_clocks` in `.results` computes the clocks of a whole launch.
 
 A k block takes as long as the slowest of four steps: MMAs on the tensor cores, decoding, loading weights at the
 memory's rate, and TMA's writes of zeros for rows that x does not have. The models were fitted to times of an H200
@@ -112,8 +112,8 @@ class DecodedCost(MainloopCost):
         return k_block + max(filling - k_block, 0) / together
 
     def overlap(self, problem: LinearProblem, config: WgmmaConfig) -> float:
-        """Returns the factor on a k block's time that says how well MMAs and decoding overlap. With one warpgroup it is
-        above 1. With several commit groups of MMAs in flight it may be below 1.
+        """Returns the factor by which a k block's time is multiplied, as MMAs and decoding overlap more or less. The
+        factor is above 1 with one warpgroup, and may be below 1 with several commit groups of MMAs in flight.
         """
         if config.warpgroups == 1:
             return self.alone
@@ -190,8 +190,8 @@ class ResidentCost(MainloopCost):
         return self.start + self.start_row * (config.tile_m - WGMMA_N_STEP) + rows + chunks
 
     def k_block_clocks(self, problem: LinearProblem, schedule: TileSchedule) -> float:
-        """Returns the clocks that a CTA takes for a k block of its tile. The tile has all rows of x, since limbs are
-        for few rows.
+        """Returns the clocks that a CTA takes for a k block of its tile. The tile has all rows of x, since products by
+        resident limbs have few rows.
         """
         config = schedule.config
         loading = config.weight_stage_bytes / bytes_per_clock(schedule)

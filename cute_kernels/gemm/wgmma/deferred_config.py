@@ -77,7 +77,7 @@ class DeferredNorm(StagedStore):
         return WARPGROUP_THREADS // self.row_lanes(config) if config.limbs else SUMMED_ROWS
 
     def most_inputs(self, config: WgmmaConfig[Any]) -> int | None:
-        """Returns the largest supported K of a product after the norm that has limbs: it loads all sums of a row at
+        """Returns the largest K that a product with limbs after the norm supports, since it loads all sums of a row at
         once. Returns None for all other products, which have no limit.
         """
         return self.row_lanes(config) * IN_FLIGHT * STEP_N if config.limbs and self.kind == TAKES else None
@@ -87,8 +87,8 @@ class DeferredNorm(StagedStore):
         return -(-config.n_tiles // (config.cluster if config.reduction.dsmem else 1))
 
     def extra_offset(self, config: WgmmaConfig[Any]) -> int:
-        """Returns the offset in bytes of a warpgroup's additional memory in its staging buffer. The memory lies behind
-        two chunks of a residual.
+        """Returns the offset in bytes of a warpgroup's additional memory in its staging buffer. This memory comes after
+        two chunks of the residual.
         """
         return CHUNK_BUFFERS * config.chunk_m * ROW_BYTES
 

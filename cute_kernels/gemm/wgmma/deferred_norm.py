@@ -124,8 +124,8 @@ class GivingStore:
 
     @cute.jit
     def run(self, operands: GivingOperands, shape, store: Store, corner: Corner, acc, first: int, ordinal: int):
-        """Stores a tile, and its outputs for the norm, after the tile's products. The tile's accumulators are acc[first
-        : first + tile_m / 2]."""
+        """Stores a tile's results and the two outputs for the norm, after the tile's products. The tile's accumulators
+        are acc[first : first + tile_m / 2]."""
         self.plain.add_bias(operands, shape, store, corner, acc, first)
         for chunk in cutlass.range_constexpr(len(self.tiles.chunks)):
             self.residuals.wait(chunk)
@@ -153,8 +153,8 @@ class GivingStore:
         return [weight + operands.offset for weight in self.to_floats(ptx.load_shared_vector(Int32(address), 0, 4))]
 
     def piece(self, shape, store: Store, corner: Corner, factors, ordinal: int, chunk: int, i: int) -> Piece:
-        """Returns the ``i``-th 8 results of a chunk that a thread stores. All lanes of a row
-        get the same ``total``, the sum of squares of the row's 64 features."""
+        """Returns the ``i``-th `Piece`, of 8 results, that a thread stores of a chunk. All lanes of a row get the same
+        ``total``, the sum of squares of the row's 64 features."""
         done, tile_m = self.tiles.chunks[chunk]
         buffer, vector = self.residuals.buffer(store, ordinal, chunk), store.tid % ROW_VECTORS
         token = store.tid // ROW_VECTORS + i * TOKENS_AT_ONCE
@@ -233,8 +233,8 @@ class TakingStore:
                 self.keep(operands, factors + (base + rows[i] + own) * FACTOR_BYTES, sums[i])
 
     def ask(self, operands: TakingOperands, tid, end) -> list[list[Any]]:
-        """Starts loading the sums of squares from which `keep_asked` makes factors. Only kernels with limbs call this;
-        in other kernels `make_factors` loads the sums."""
+        """Starts loading the sums of squares from which `keep_asked` makes factors. Only kernels with limbs call this
+        method; in other kernels `make_factors` loads the sums."""
         own, lane = tid // self.row_lanes, tid % self.row_lanes
         return [self.load_vectors(operands, row + own, end, lane) for row in self.first_rows]
 

@@ -85,7 +85,7 @@ class TileEpilogue:
 
     @cute.jit
     def run_plain(self, operands, shape, store: Store, corner: Corner, acc, first: int):
-        """Stores a tile as `run` does, if `store_sums` does not add its residual."""
+        """Stores a tile as `run` does. The tile has no residual, or one that `store_sums` does not add."""
         own_kind = FP16 if self.config.dtype == "fp16" else BF16
         plain = (shape.out_kind == own_kind) & (operands.residual == 0) & (operands.out % 16 == 0)
         if plain & self.is_by_feature(shape) & (shape.n % PACKED_VECTOR == 0):

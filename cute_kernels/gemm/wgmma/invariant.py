@@ -3,8 +3,9 @@
 Within a part of K, every tile shape adds products in one order. Parts are also added in one order: the last part, then
 the first, the second and so on. So a row has the same bits in every schedule with the same number of parts. With few
 rows, different CTAs compute the parts, which are added up in global memory or in a cluster. A cluster of two CTAs adds
-two parts, in either order: the bits are the same. A cluster of four adds four parts, and its CTAs have one tile each,
-so that the order is kept. With many rows, one CTA computes all parts, one after the other. Plain Python, no GPU.
+two parts; their sum has the same bits in either order. A cluster of four adds four parts; each of its CTAs has one
+tile, so that the parts are added in that order. With many rows, one CTA computes all parts, one after the other. Plain
+Python, no GPU.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def parts_of_k(problem: LinearProblem) -> int:
     """Returns the number of parts into which K is cut. It is the same for any number of rows.
 
     For each candidate number of parts, and each number of rows in `ROWS`, the model computes a ratio: the expected time
-    over that of the fastest schedule. The candidate whose worst ratio is the smallest is returned. The result depends
-    on all fields of ``problem`` except the number of rows; the number of SMs is one of these fields.
+    with so many parts over the expected time of the fastest schedule. The function returns the candidate with the
+    smallest worst ratio. The result depends on all fields of ``problem`` except the number of rows; the number of SMs
+    is one of these fields.
     """
     # The fastest schedules are those of all products, resident limbs included. So their models of time decide, too, how
     # many parts there are, and with these the bits of results.
@@ -98,8 +100,8 @@ def schedules_of(problem: LinearProblem, parts: int) -> Iterator[TileSchedule]:
 
 @lru_cache(maxsize=64)
 def configs_of(problem: LinearProblem) -> list[WgmmaConfig]:
-    """Returns the configurations worth considering. They are the same for every number of parts of K; `schedule_of`
-    returns None for those that do not support a number."""
+    """Returns the configurations worth considering. The list is the same for every number of parts of K; `schedule_of`
+    returns None for a configuration that does not support a number."""
     tiles = plain.tile_configs(
         problem, (*plain.SHAPES, *plain.BETWEEN_SHAPES, *plain.NARROW_SHAPES, *plain.wide_shapes(problem))
     )

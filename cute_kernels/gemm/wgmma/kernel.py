@@ -125,17 +125,17 @@ class TileRoles:
     def begin(self, operands, shape, memory, scheduler, warp, lane):
         """Initialises the CTA's barriers. The warp that loads weights does so, and all other warps wait for it.
 
-        The warp that loads weights goes on at once. To wait until all warps have met and found their work tiles would
-        cost 1 us of a launch of 6 us. If the product has one tile of rows, this warp loads the first weights before
+        The warp that loads weights goes on at once. Waiting until all warps have met and found their work tiles would
+        take 1 us of a launch of 6 us. If the product has one tile of rows, this warp loads the first weights before
         anything else.
 
         Other CTAs of a cluster need to see only the barriers, so a fence for barriers is enough. An arrival that
         releases all writes would wait for the GPU's memory, and delay the first copy by 1.1 us.
 
-        A launch may begin while the previous launch is running. Prefetches into L2 may run at any time. All data, even
-        weights, may come from the previous launch, so they are read only after the warp that initialises barriers has
-        waited for it. If every warp waits, barriers are initialised before the wait, so that copies can start right
-        after it.
+        A launch may begin while the previous launch is running. Prefetches into L2 may run at any time. The previous
+        launch may have written any data, even weights. So data are read only after the warp that initialises barriers
+        has waited for the previous launch. If every warp waits, barriers are initialised before the wait, so that
+        copies can start right after the wait.
         """
         config = self.config
         if warp == self.weight_warp:

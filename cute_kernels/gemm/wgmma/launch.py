@@ -22,7 +22,7 @@ ALL_CUT_US = 0.6
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """The layout of one launch. Tiles of a last, incomplete round are cut along K or rows of x.
+    """The layout of one launch. The tiles of a last, incomplete round are cut, along K or along rows of x.
 
     Attributes:
         config: the compiled variant.
@@ -76,7 +76,8 @@ class TileSchedule:
 class TileRates(NamedTuple):
     """The coefficients of a model of time, in clocks, for tiles whose weights are decoded.
 
-    The first four are per k16 step of a tile of 64 features, those from ``work_tile`` on per work tile.
+    ``decode`` to ``mma_row`` count for each k16 step of a tile of 64 features, ``work_tile`` to ``join_acc`` for each
+    work tile.
 
     Attributes:
         decode: clocks of decoding, for any number of rows.

@@ -39,7 +39,7 @@ class RowLimbs:
     """Makes the limbs of a lane's 8 inputs of a row. Callers store the limbs.
 
     Attributes:
-        unit_bits: log2 of the byte value that stands for code 1.
+        unit_bits: log2 of the byte to which the weight's decoder converts a code of the number 1.
         top_exponent: the exponent that a group's largest input has in fixed point.
         round_up: an integer that is added to the bits of the largest magnitude before the exponent is taken.
     """
@@ -93,7 +93,7 @@ class RowLimbs:
 
     def scales_of(self, largest) -> tuple[Any, Any]:
         """Returns (the power of two by which inputs become fixed-point numbers, the bits of the scale). The scale is
-        the reciprocal of that power, divided by a code's unit."""
+        the reciprocal of that power, divided by 2 ** `unit_bits`."""
         exponent = cutlass.max((largest + self.round_up) >> FRACTION_BITS, LEAST_EXPONENT)
         factor = Uint32((254 + self.top_exponent - exponent) << FRACTION_BITS).bitcast(Float32)
         scale = (exponent - self.top_exponent - self.unit_bits) << FRACTION_BITS

@@ -4,9 +4,9 @@ A format's `ByteDecoder` turns a 4-bit code into a signed byte, 16 times the cod
 three instructions for 8 codes; decoding to bf16 takes 11. Scales are not applied to weights but to the accumulators of
 a group. x is 16-bit fixed point, with a power of two for each row and 128 inputs. An element of x is two signed limbs,
 256 times the high limb plus the low limb (`.limb_rows`). The columns of the B operand are the high limbs of all tokens,
-then their low limbs. So a code is decoded once and multiplied by both limbs. The int8 MMAs have twice as many columns
-as bf16 MMAs, and run at twice the rate. 256 times the sum over high limbs plus the sum over low limbs is the exact sum
-of a group's products.
+then their low limbs. So a code is decoded once and multiplied by both limbs. Int8 MMAs here have twice as many columns
+as bf16 MMAs would have, and run at twice the rate. 256 times the sum over high limbs plus the sum over low limbs is the
+exact sum of a group's products.
 
 W and x may have any order of inputs, as long as both have the same order. In the blob of `layouts.weights.hopper`, the
 four bytes of a thread in a k16 step have the inputs 2t, 2t + 8, 2t + 1, 2t + 9. The lower half of a byte is a code of
@@ -17,7 +17,7 @@ inputs.
 for these two formats the limbs of x are E4M3 too: see `E4m3Products`.
 
 DeepGEMM and QServe's W4A8 also scale a group's products between two sets of accumulators. Here activations keep 16
-bits, which takes no more MMA time than bf16.
+bits, and MMAs take no more time than in bf16.
 """
 
 from __future__ import annotations
@@ -309,7 +309,8 @@ class LimbReader:
 
     def load(self, memory, stage, place, x_place, tile_m: int) -> tuple[Any, Any, Any]:
         """Loads a thread's operands from a stage. Returns (codes [tile], scales [tile] of the thread's rows of W,
-        scales of the thread's rows of x). With limbs in E4M3, codes and scales of W are `Later`.
+        scales of the thread's rows of x). With limbs in E4M3, codes and scales of W are `Later`, which load them when
+        they are used.
         """
         tiles = range(self.config.n_tiles)
         if self.config.format.bytes_in_e4m3:
@@ -320,8 +321,8 @@ class LimbReader:
         return words, scales, self.load_x_scales(memory, stage, x_place, tile_m)
 
     def load_later(self, memory, stage, place, tile: int) -> tuple[Later, Later]:
-        """Returns two `Later` for a tile. The first loads a chunk of codes, given the chunk's index. The second loads a
-        scale, given the index of a group and which of the thread's two rows.
+        """Returns two `Later` for a tile. The first loads a chunk of codes by the chunk's index. The second loads a
+        scale by two indices: that of the group, and 0 or 1 for one of the thread's two rows.
         """
         codes = memory.codes + stage * self.config.code_stage_bytes + place.code_offset
         first = tile * self.config.k_block_tiles

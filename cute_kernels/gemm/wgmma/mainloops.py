@@ -1,8 +1,8 @@
 """Mainloop policies of kernels of tiles: how consumer warps multiply.
 
-A policy has fields, limits, registers, shared memory, barriers, and a part of the kernel's name. Its docstring names
-the module of its device code. It names the reductions (`.results`) that it can be compiled with. There are no GPU types
-here.
+A policy has fields, limits, registers, shared memory, barriers, and a part of the kernel's name. The docstring of a
+policy names the module of its device code. A policy lists the reductions (`.results`) that it can be compiled with.
+There are no GPU types here.
 """
 
 from __future__ import annotations
@@ -232,9 +232,9 @@ class ScaledSums(RegisterWgmma):
     """The mainloop of `RegisterWgmma` that scales the sums of a k block instead of its weights. Its code is in
     `.scaled_sums`.
 
-    It is for fp32 scales of whole k blocks. To scale two weights takes two multiplications and a conversion, as many
-    instructions as to decode them. To scale the sums of a k block takes ``tile_m / 2`` multiplications of a thread. The
-    sums need registers of their own, so tiles have up to 128 rows.
+    It is for fp32 scales of whole k blocks. Scaling two weights takes two multiplications and a conversion, as many
+    instructions as decoding them. Scaling the sums of a k block takes a thread ``tile_m / 2`` multiplications. The sums
+    need registers of their own, so tiles have at most 128 rows.
     """
 
     made_by: ClassVar[str] = f"{_ROOM}.scaled_sums:ScaledSumsMainloop"
@@ -287,15 +287,15 @@ def row_columns(form: WeightFormat) -> int:
 
 
 def limb_groups(config: WgmmaConfig[Any] | StreamConfig[Any]) -> int:
-    """Returns the number of parts of a k block for which a lane has separate accumulators. A part is a scale group. For
-    E4M3 limbs a part is the inputs of one MMA, as tensor cores add E4M3 products with few bits.
+    """Returns the number of parts of a k block for which a lane has separate accumulators. With int8 limbs, a part is a
+    scale group. With E4M3 limbs, a part is the inputs of one MMA, as tensor cores add E4M3 products with few bits.
     """
     return LIMB_GROUP // MMA_GROUP if config.format.bytes_in_e4m3 else config.k_block_groups
 
 
 def stored_group(config: WgmmaConfig[Any] | StreamConfig[Any], part: int) -> int:
     """Returns the index, in a k block, of the group whose scales are applied to the ``part``-th part of `limb_groups`.
-    If an MMA has two groups, it is the first of them.
+    If an MMA has inputs of two groups, returns the index of the first group.
     """
     return part * config.k_block_groups // limb_groups(config)
 
@@ -356,8 +356,8 @@ class ResidentLimbs(Mainloop):
     Attributes:
         k_blocks: number of k blocks of x whose limbs fit in the shared memory reserved for them. A k block is 128
             inputs of all rows of a tile.
-        loads: whether consumer warps load x. They load only rows that exist. If not, TMA loads x in whole TMA tiles,
-            and takes long to write zeros for missing rows.
+        loads: True: consumer warps load x, only the rows that exist. False: TMA loads x in whole TMA tiles, and takes
+            long to write zeros for missing rows.
         spare: as in `Mainloop`. It allows blocks with an odd number of tiles, so that there can be as many blocks as
             SMs.
 

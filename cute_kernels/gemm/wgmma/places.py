@@ -74,7 +74,7 @@ def tile_of_block(config: WgmmaConfig, shape, work_tile, index) -> Any:
 
 
 def parts_of(config: WgmmaConfig, places: Places, shape, work_tile) -> Any:
-    """Returns the number of row parts of a work tile have rows."""
+    """Returns the number of row parts of a work tile that have rows."""
     first, end = places.rows_of(shape, work_tile)
     return parts_with(config, end - first)
 

@@ -22,7 +22,7 @@ from cute_kernels.gemm.wgmma.tiles import DenseRounds, OneByOne, TileSizes, Work
 class TileRangeSizes(TileSizes):
     """Sizes of a launch in work ranges.
 
-    CTAs get equal numbers of units of work. A tile has one unit for each k block, and `RangeSplitK.end` more units for
+    CTAs get equal numbers of units of work. A tile is one unit for each k block, and `RangeSplitK.end` units for
     storing its results.
     """
 
@@ -107,8 +107,8 @@ class RangeReduction(StoringReduction):
     """The reduction of work ranges, a `.reduction.TileReduction`. The CTA that computes a tile's last k block adds the
     partials of preceding CTAs, and stores the tile.
 
-    Only the last tile of a range may end after it, so a CTA publishes at most one partial. The workspace has one slot
-    for each CTA.
+    Only the last tile of a range may end after the range, so a CTA publishes at most one partial. The workspace has one
+    slot for each CTA.
     """
 
     rounds = Ranges
@@ -142,8 +142,8 @@ class RangeReduction(StoringReduction):
     @cute.jit
     def collect(self, operands, shape, store: Store, work_tile, acc):
         """Adds the partials of a tile that preceding CTAs have published. The loop goes back from the CTA just before
-        this one to the CTA in whose range the tile begins. No range is shorter than a tile, so both are the same CTA,
-        and the loop runs once.
+        this one to the CTA in whose range the tile begins. No range is shorter than a tile, so the tile begins in the
+        previous CTA's range, and the loop runs once.
         """
         other, more = work_tile.split - 1, Int32(1)
         while more != 0:

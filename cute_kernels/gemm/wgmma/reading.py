@@ -130,8 +130,8 @@ class StageReader:
         return groups
 
     def load_numbers(self, memory, stage, place: Lane, tile: int) -> list[Any]:
-        """Loads (scales, offsets) for each group as :meth:`load_groups` does, with scales as fp32 numbers. They serve
-        products of decoded codes. Scales are 1 if decoding applies the stored scales.
+        """Loads (scales, offsets) for each group as :meth:`load_groups` does, with scales as fp32 numbers, for
+        mainloops that scale sums instead of weights. Scales are 1 if decoding applies the stored scales.
         """
         if self.decoder.scales_weights:
             return [([Float32(1.0)] * 2, numbers) for _, numbers in self.load_groups(memory, stage, place, tile)]
@@ -170,10 +170,9 @@ def nothing(shape, lane):
 
 
 class Channel:
-    """Loads and applies scales and zero points that hold for all of K of a row of W. They are applied to the
-    accumulators.
+    """Loads scales and zero points that hold for all of K of a row of W, and applies such scales to the accumulators.
 
-    Weights without groups have such scales, and weights with a second level of scales.
+    Weights without groups, and weights with a second level of scales, have such scales.
     """
 
     def __init__(self, config: WgmmaConfig, stages: StageReader, places: Places):

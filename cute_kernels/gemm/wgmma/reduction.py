@@ -95,8 +95,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def finish(self, operands, shape, memory, store, work_tile, acc, first_tile, k_rank):
-        """Publishes the accumulators of a part of K. In the last part, adds the other parts' partials instead, and
-        stores the warpgroup's tiles. See `TileReduction`."""
+        """If the work tile has the last part of K, adds the other parts' partials and stores the warpgroup's tiles.
+        Otherwise publishes the accumulators. See `TileReduction`."""
         if const_expr(self.config.reduction.splits_k):
             self.combine(operands, store, work_tile, acc)
         if (work_tile.split == work_tile.splits - 1) | const_expr(self.config.reduction.cuts_rows):
@@ -104,8 +104,8 @@ class WorkspaceReduction(StoringReduction):
 
     @cute.jit
     def combine(self, operands, store: Store, work_tile, acc):
-        """Publishes the accumulators of a part of K. In the last part, adds the other parts' partials to the
-        accumulators instead.
+        """If the work tile has the last part of K, adds the other parts' partials to the accumulators. Otherwise
+        publishes the accumulators.
 
         A thread loads only what the same thread of another CTA has stored, so partials lie in the order of registers.
         """

@@ -57,7 +57,7 @@ class ResidentKernel:
 
     Partials in a cluster use the barriers that `WgmmaKernel` describes.
 
-    store: the store policy; default `TileEpilogue`. Loads of a given store start while x is being loaded
+    store: the store policy; default `TileEpilogue`. Any other store starts its loads while x is being loaded
     (:mod:`.deferred_norm`).
     """
 

@@ -82,7 +82,7 @@ class ResidentMainloop:
         """Decodes and multiplies each k block of a chunk, and waits for its MMAs. Returns the pipeline's state after
         the chunk.
 
-        start: the index of the k block whose limbs lie, or would lie, at the beginning of the room.
+        start: the limbs of k block i lie at place i - ``start`` of the room, in k blocks.
         """
         x_place = self.reader.x_scale_place(work_tile)
         for k_block in cutlass.range(work_tile.begin + place.k_rank, work_tile.end, self.config.k_warpgroups, unroll=1):

@@ -211,7 +211,8 @@ class ResidentRows:
             registers[i] = value
 
     def load_global(self, x: Source, begin, bits, steps, step, lane) -> list[Any]:
-        """Loads x from global memory, in the order of :meth:`load`. Rows, inputs and steps that do not exist are 0."""
+        """Loads a lane's inputs of a step from global memory, in the order of :meth:`load`. Rows, inputs and steps that
+        do not exist are 0."""
         row, k_block = self.place(bits, step, lane)
         first = (begin + k_block) * GROUP_PIECES
         start = x.address + (Int64(x.row(row)) * x.row_pieces + first) * PIECE_BYTES
@@ -227,8 +228,8 @@ class ResidentRows:
         return words
 
     def step_bits(self, k_blocks) -> Any:
-        """Returns log2, rounded up, of the number of steps that a pair of rows takes for ``k_blocks`` k blocks. There
-        is no division, which would take as long as a step.
+        """Returns log2, rounded up, of the number of steps that a pair of rows takes for ``k_blocks`` k blocks. Powers
+        of two need no division, which would take as long as a step.
         """
         most = max(-(-self.room.k_blocks // STEP_K_BLOCKS) - 1, 1).bit_length()
         return sum((cutlass.select_(k_blocks > STEP_K_BLOCKS << i, Int32(1), Int32(0)) for i in range(most)), Int32(0))

@@ -32,9 +32,10 @@ class WarpgroupsOf:
         most_stages: the largest number of pipeline stages, even if more would fit. With more loads in flight, every
             load would arrive later.
         loaded_stages: the largest number of pipeline stages if warps load x.
-        chunks: whether a CTA's part of K may be cut into chunks, if not all its limbs fit.
+        chunks: whether a CTA's part of K may be cut into chunks if shared memory has no room for all of its limbs.
         least: the smallest number of k blocks of a CTA's part of K for which the shape is worth a try.
-        loaded: whether the shape is only for x that warps load. TMA would write missing rows of all k blocks at once.
+        loaded: whether the shape is only for x that warps load. TMA would write zeros for the missing rows of all k
+            blocks at once.
     """
 
     warpgroups: int

@@ -58,8 +58,8 @@ class ResidualChunks:
         return self.number(ordinal, chunk) < BUFFERS
 
     def bring_first(self, operands, shape, store, corner, ordinal: int, *, early: bool) -> None:
-        """Starts loading some of a tile's first `BUFFERS` chunks. If ``early``, it runs before the products and loads
-        the chunks that already have a buffer (`is_early`). If not, it loads the other chunks."""
+        """Starts loading some of a tile's first `BUFFERS` chunks. With ``early``, the call runs before the products and
+        loads the chunks that already have a buffer (`is_early`). Without it, the call loads the other chunks."""
         for chunk in range(min(BUFFERS, len(self.config.chunks))):
             if self.is_early(ordinal, chunk) == early:
                 self.bring(operands, shape, store, corner, ordinal, chunk)

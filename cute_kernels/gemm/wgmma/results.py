@@ -114,7 +114,7 @@ class Reduction(ABC):
         return (self.made_by,)
 
     def partial_slots(self, config: WgmmaConfig) -> int:
-        """Returns for how many tiles of 64 output features a CTA can receive partials from its cluster."""
+        """Returns the number of tiles of 64 output features for which a CTA can receive partials from its cluster."""
         return -(-config.block_tiles // self.cluster) if self.dsmem else 0
 
     def received_bytes(self, config: WgmmaConfig) -> int:
@@ -222,8 +222,8 @@ class RowCuts(Reduction):
         return splits == config.row_parts
 
     def laid_out(self, schedule: TileSchedule, num_sms: int, share: float) -> TileSchedule | None:
-        """Returns the schedule of `Reduction.laid_out`. Returns None if there is less than a full round of tiles: then
-        smaller tiles with longer k blocks are faster.
+        """Returns the schedule of `Reduction.laid_out`. Returns None if there are fewer tiles than a full round has,
+        since smaller tiles with longer k blocks are then faster.
         """
         found = super().laid_out(schedule, num_sms, share)
         return found if found is not None and found.whole else None
@@ -259,10 +259,10 @@ class RangeSplitK(Reduction):
     after the range, the CTA publishes this tile's accumulators. If the first tile begins before the range, the CTA adds
     the previous CTA's partials.
 
-    A CTA waits only for the previous CTA, and only at its end, when it has published its own partial
+    A CTA waits only for the previous CTA, and only after it has published its own partial
     (docs/design/forward_progress.md). This requires that no range is shorter than a tile. A shorter range could be the
-    middle of a tile. Its partial would be published only at its end, and another CTA would wait for it, 4 us on an
-    H200.
+    middle of a tile. The CTA would publish its partial only at the end of the range, and another CTA would wait for it,
+    4 us on an H200.
 
     Attributes:
         end: the time of storing a tile's results, in k blocks. Ranges are cut as if each tile had ``end`` additional k

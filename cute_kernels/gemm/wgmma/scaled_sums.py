@@ -1,4 +1,4 @@
-"""The mainloop of `.register_mainloop` that scales the sums of a k block by fp32 scales, instead of its weights.
+"""A variant of the mainloop in `.register_mainloop`: fp32 scales multiply the sums of a k block, not its weights.
 
 So weights are decoded without being rounded, and results have the accuracy of exact weights. DeepGEMM's FP8 products
 scale the sums of a k block, too.

@@ -149,7 +149,7 @@ def tile_schedules(problem: LinearProblem) -> Iterator[TileSchedule]:
 
 def most_splits(config: WgmmaConfig) -> int:
     """Returns the largest number of parts of K worth trying. It is 1 for tiles of `PAIRED_SHAPES` without a DSMEM
-    reduction, since those shapes are for layers of many features. Else it is `MAX_SPLITS`.
+    reduction, since these tiles are for layers with many features. Otherwise it is `MAX_SPLITS`.
     """
     is_paired = any((config.tile_m, config.n_tiles) == shape[:2] for shape in PAIRED_SHAPES)
     return 1 if is_paired and not config.reduction.dsmem else MAX_SPLITS
@@ -204,8 +204,8 @@ def shaped_configs(problem: LinearProblem) -> list[WgmmaConfig]:
 
 
 def tile_configs(problem: LinearProblem, shapes: Iterable[tuple[int, int, int, int, int]]) -> list[WgmmaConfig]:
-    """Returns the configurations of ``shapes``, tuples as in `SHAPES`, that can be compiled. A tile of which half the
-    rows would hold the product's rows is left out.
+    """Returns the configurations of ``shapes``, tuples as in `SHAPES`, that can be compiled. Tiles are left out if half
+    their rows are enough for the product's rows.
     """
     configs, short = [], SHORT_CHUNK
     for tile_m, n_tiles, warpgroups, block_k, cluster in shapes:
@@ -307,8 +307,8 @@ def wide_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int],
 
 
 def crowded_shapes(problem: LinearProblem) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Returns shapes for 225 to 288 rows of layers with few features. In a decode step of 256 rows, 1280 x 8192 takes
-    2 us less with them than with tiles cut along K."""
+    """Returns shapes for 225 to 288 rows of layers with few features. In a decode step of 256 rows, a layer [1280,
+    8192] takes 2 us less with these shapes than with tiles cut along K."""
     return CROWDED_SHAPES if has_few_features(problem) and is_plain(problem) and problem.m in CROWDED_ROWS else ()
 
 
@@ -337,8 +337,8 @@ def has_few_features(problem: LinearProblem) -> bool:
 
 
 def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
-    """Returns the number of warpgroups that interleave the k blocks of a tile: that field of ``shape`` which is for the
-    problem's format.
+    """Returns the number of warpgroups that interleave the k blocks of a tile: the field of ``shape`` for the problem's
+    format.
     """
     if problem.format.has_zeros:
         return shape.zero_k_warpgroups
@@ -347,8 +347,9 @@ def k_warpgroups_of(problem: LinearProblem, shape: DsmemShape) -> int:
 
 def apart_configs(problem: LinearProblem) -> list[WgmmaConfig]:
     """Returns configurations with a DSMEM reduction for 33 to 64 rows. A CTA computes half of K for two tiles of 64
-    features; each warpgroup has one tile. Without zero points they take 0.2 to 0.6 us less than an exchange of rows,
-    with zero points 0.8 to 2 us less. Unlike an exchange of rows, they also support tiles of 48 rows.
+    features; each warpgroup has one tile. Without zero points these configurations take 0.2 to 0.6 us less than those
+    that exchange rows, with zero points 0.8 to 2 us less. They also support tiles of 48 rows, which an exchange of rows
+    does not.
     """
     tile_m = next((size for size in APART_TILE_M if problem.m <= size), None)
     if tile_m is None or problem.m < APART_ROWS or problem.format.bits != APART_BITS or problem.k_pad % DSMEM_BLOCK_K:

@@ -1,9 +1,9 @@
 """The mainloop of mma.sync for few rows: each warp runs its own MMAs and waits for no other warp.
 
 Each of a warpgroup's four warps runs m16n8k16 MMAs on 16 rows of W. Fragments and accumulators have the layout of
-wgmma, so the rest of the kernel does not change. Scales are applied to the fp32 accumulators of a scale group instead
-of to each weight, which saves a sixth of the instructions per code. A warp reads activations from the swizzled TMA
-tiles by ldmatrix, once for all of its tiles.
+wgmma, so the rest of the kernel does not change. Scales are applied to the fp32 accumulators of a scale group, not to
+each weight. This saves a sixth of the instructions per code. A warp reads activations from the swizzled TMA tiles by
+ldmatrix, once for all of its tiles.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ class TileGrid:
     """The order of a launch's tiles. It is made on the host, with constants that replace divisions.
 
     Tiles are ordered in bands of `M_TILE_BAND` token tiles; the last band may have fewer. Within a band, the token
-    tiles of one block of output features follow one another. Work tiles that run at the same time then read few
-    activations, and each weight once per band. The blocks of CTAs that share activations by TMA multicast count as one
-    block.
+    tiles of one block of output features follow one another. So work tiles that run at the same time read few different
+    activations, and a launch reads each weight once for each band. The blocks of CTAs that share activations by TMA
+    multicast count as one block.
     """
 
     num_work_tiles: Int32  # tiles and parts of tiles
@@ -92,7 +92,7 @@ class WorkTile:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """The work tiles of one CTA: every ``stride``-th; run-time integers.
+    """The work tiles of one CTA: every ``stride``-th work tile of the launch; run-time integers.
 
     Full rounds of all CTAs compute whole tiles. The tiles of a last, incomplete round are cut along K (the hybrid
     schedules of Stream-K, Osama et al. 2023), or along rows of x. The parts of a tile have consecutive indices, so
@@ -141,8 +141,8 @@ class TileScheduler:
         )
 
     def end(self, cut, begin):
-        """Returns the k block at which a work tile ends. If the tile is ``cut``, the work tile is the part that begins
-        at k block ``begin``. If not, it ends at the end of K.
+        """Returns the k block at which a work tile ends. If the tile is ``cut``, the work tile is the tile's part that
+        begins at k block ``begin``. If not, the result is the end of K.
         """
         k_blocks = self.shape.k_blocks
         return cutlass.select_(cut, cutlass.min(begin + self.shape.split_k_blocks, k_blocks), k_blocks)

@@ -107,8 +107,9 @@ class AssignmentFinder:
 
 
 def peers_of(experts: Sequence[Any], num_experts) -> list[list[Any]]:
-    """Returns, for each of the lane's one or two assignments, which of the warp's assignments have the same expert.
-    This is a bit mask of one 32-bit word for each assignment of a lane; bit i of a word stands for lane i.
+    """Returns, for each of the lane's one or two assignments, which of the warp's assignments have the same expert. The
+    result for one assignment is a list of words, as many as a lane has assignments: bit l of word i stands for lane l's
+    ``i``-th assignment.
 
     experts: the experts' ids of the lane's assignments. num_experts: the number of experts, above all ids.
     """
@@ -165,8 +166,8 @@ def load_expert(ids, number, count, id_words, num_experts):
 
 @cute.jit
 def load_id(ids, number, count, id_words):
-    """Loads the lower and the upper word of an assignment's id. If the assignment does not exist, they are an id that
-    no expert has."""
+    """Loads the lower and the upper word of an assignment's id. If the assignment does not exist, returns the words of
+    an id that no expert has."""
     low, high = Uint32(NO_ID), Uint32(0)
     if number < count:
         address = ids + Int64(number * id_words) * 4

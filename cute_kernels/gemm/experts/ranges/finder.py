@@ -2,8 +2,8 @@
 
 Every warp reads the offsets, four experts a lane at a time. It counts entries by a scan over its lanes, and finds an
 entry's expert by a vote. No warp makes a table in shared memory for which other warps would wait: time before the first
-load of weights makes a launch longer. For the same reason there are few instructions. Each of them runs for the first
-time, so it is fetched from global memory.
+load of weights makes a launch longer. For the same reason there are few instructions: each is fetched from global
+memory when it runs for the first time.
 """
 
 from __future__ import annotations

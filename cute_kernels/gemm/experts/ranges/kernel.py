@@ -1,8 +1,8 @@
 """Grouped weight-only GEMM for few rows an expert, by MMAs of bytes. Each CTA makes limbs of the rows that it
 multiplies.
 
-One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. To decode codes to bf16 would
-take as long as to load them. The warps could then never make up for the time before the first MMA. To decode codes to
+One warp copies weights into a pipeline, consumer warps multiply, epilogue warps store. Decoding codes to bf16 would
+take as long as loading them, so the warps could never make up for the time before the first MMA. Decoding codes to
 bytes takes a third of the instructions (:mod:`cute_kernels.gemm.wgmma.limbs`). In each CTA, consumer warps turn the few
 rows of an expert into limbs. So there is no launch that makes limbs, and no producer warp for activations.
 
@@ -160,8 +160,7 @@ class RangeRoles:
         return [expert * shape.num_tiles + cutlass.min(block * count + i, shape.num_tiles - 1) for i in range(count)]
 
     def tile_parts(self, shape) -> Any:
-        """Returns the number of a tile's k blocks. If the last k block may be a half, it returns the number of half k
-        blocks."""
+        """Returns the number of a tile's k blocks, counted in half k blocks if the last k block may be a half."""
         return Uint32(self.routing.tile_k_blocks(shape) * self.parts - (self.parts - 1))
 
     def load_channel(self, operands, shape, expert, block, place: LimbLane) -> list[Any]:
@@ -216,8 +215,8 @@ class RangeRoles:
         """Makes the limbs of an entry's rows from k block ``begin`` on, and stores them ``start`` bytes after the first
         slot's limbs. known: as `Routing.find` returns it.
 
-        No warp still reads the limbs that are overwritten. With two slots, all consumer warps have met since those
-        limbs were last read. With one slot, the warps meet before they overwrite the limbs.
+        No warp still reads the limbs that are overwritten. With two slots, all consumer warps have met since the last
+        read of the slot. With one slot, the warps meet before they overwrite it.
         """
         row = self.routing.entry_row(operands, shape, entry, known, lane)
         if shape.x_slots == 1:

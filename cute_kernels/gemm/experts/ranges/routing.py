@@ -50,7 +50,8 @@ class Routing(ABC):
 
     @abstractmethod
     def find(self, shape, known, lane) -> tuple[Any, Any]:
-        """Returns (the finder of entries, a value to pass to `entry_row` as ``known``)."""
+        """Returns (the finder of entries, a value that callers pass to `entry_row` as ``known``). known: as `load`
+        returns it."""
 
     @abstractmethod
     def entry_row(self, operands, shape, entry, known, lane) -> Any:

@@ -48,7 +48,7 @@ class RangeLayout:
         config: the compiled variant.
         num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K, or of one part of it.
-        num_ctas: number of CTAs: that of the SMs. CTAs without a block end at once.
+        num_ctas: number of CTAs, one for each SM. CTAs without a block end at once.
         x_slots: number of entries, 1 or 2, for whose limbs a CTA has room at a time.
         parts: number of parts into which K is cut. Each part's results are stored, and `COMBINE` adds them up. Only
             products of unsorted assignments have more than one part.
@@ -142,9 +142,7 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """Returns an upper bound for divisions by `.work.quotient` in a launch with this layout: the largest product of
-    dividend and divisor.
-    """
+    """Returns an upper bound of dividend times divisor over all calls of `.work.quotient` in a launch with this layout."""
     blocks = problem.max_entries(ranges.entry_rows(problem.format)) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 

@@ -19,9 +19,11 @@ def reciprocal(divisor):
 
 
 def quotient(count, of):
-    """Divides ``count`` by a divisor in two instructions. ``of``: the divisor's `reciprocal`. ``count`` is at least 0,
-    and its product with the divisor at most `MOST_DIVIDED`. Each CTA divides before it requests its first weights. With
-    64 bits it would take seven instructions, by an ordinary division thirty.
+    """Divides ``count`` by a divisor in two instructions. of: the divisor's `reciprocal`. ``count`` is at least 0, and
+    ``count`` times the divisor is at most `MOST_DIVIDED`.
+
+    Each CTA divides before it requests its first weights. A division in 64 bits would take seven instructions, an
+    ordinary one thirty.
     """
     return Int32(numbers.multiply_high_u32(Uint32(2 * count), of))
 

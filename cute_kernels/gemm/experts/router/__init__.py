@@ -28,9 +28,9 @@ def route(
     """Chooses each token's experts by hidden weight^T + bias; products, sums and scores are in fp32.
 
     The host never waits for the device. `cute_kernels.fused_moe` takes both results without a change. Works under
-    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient. Up to 64 tokens of
-    bf16 or fp16 are one launch on Hopper, and a token's bits do not depend on the others. With more tokens, last bits
-    may depend on their number.
+    ``torch.compile(fullgraph=True)`` as the operator ``cute_kernels::route``. It has no gradient. On Hopper, up to 64
+    tokens in bf16 or fp16 take one launch, and a token's result does not depend on the other tokens. With more tokens,
+    the last bits of weights may depend on the number of tokens.
 
     Args:
         hidden: bf16, fp16 or fp32 [T, K]; T may be 0.
@@ -39,7 +39,7 @@ def route(
         bias: [E], floating, added to the logits.
         correction: [E], floating, added to the scores that experts are ranked by, and not to their weights (DeepSeek's
             ``e_score_correction_bias``).
-        padding: bool [T], contiguous; ids of tokens for which it is True are -1, of no expert.
+        padding: bool [T], contiguous. True: the token is padding and gets ids of -1, which is no expert.
 
     Returns:
         (ids int32 [T, top_k], weights fp32 [T, top_k]), each token's experts in order of rank. Among equal scores the

@@ -96,8 +96,8 @@ def takes_product(call: RouteCall) -> bool:
 
 
 def expert_shift_of(experts: int, num_sms: int) -> int:
-    """Returns log2 of the number of experts that a CTA has. It is the smallest number for which there are no more CTAs
-    than SMs. A CTA has at most one expert for each warp."""
+    """Returns log2 of the number of experts that a CTA has. A CTA has as few experts as possible without more CTAs than
+    SMs, and at most one expert for each warp."""
     most = router.WARPS.bit_length() - 1
     return next((shift for shift in range(most) if -(-experts >> shift) <= num_sms), most)
 

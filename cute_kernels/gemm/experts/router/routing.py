@@ -34,10 +34,10 @@ class Routing:
         scoring: how a logit becomes a score.
         renormalize: whether a token's weights are divided by their sum.
         scale: factor of the weights, applied last.
-        groups: number of groups of neighbouring experts. All groups have the same size: with more than one group, at
-            least two experts.
-        kept_groups: number of groups from which a token may choose experts. Groups are ranked by the sum of their two
-            best scores.
+        groups: number of groups of neighbouring experts. All groups have the same size, at least two experts if there
+            is more than one group.
+        kept_groups: number of groups from which a token may choose experts. A token ranks groups by the sum of each
+            group's two best scores.
 
     Raises:
         TypeError, ValueError: an attribute is none of these; the message names it.

@@ -82,8 +82,8 @@ class Selection:
 
     @cute.jit
     def load_number(self, address, index, wide):
-        """Loads an element of a bias or correction. The load may run before the previous launch ends, which does not
-        write them.
+        """Loads an element of a bias or correction. The load may run before the previous launch ends, since no launch
+        writes biases and corrections.
         """
         value = Float32(0.0)
         if wide != 0:

@@ -1,5 +1,6 @@
 """Grouped weight-only GEMM for many rows an expert: the products of `cute_kernels.gemm.wgmma`, with tiles that the
 routing decides.
 
-`schedule` chooses the tile, `tiles` finds a CTA's tiles on the device, `kernel` says what differs from the dense one.
+`schedule` chooses the tile, `tiles` finds a CTA's tiles on the device, `kernel` says how the kernel differs from that
+of dense products.
 """

@@ -40,8 +40,8 @@ class MainloopCost(ABC):
 
 
 def scaled_as_decoded(config: WgmmaConfig) -> bool:
-    """Returns whether this weight format's decoding also scales codes, and tests/facts/moe.json has measured times of
-    it.
+    """Returns whether the format's decoder also scales codes, and tests/facts/moe.json has measured times of such
+    decoding.
     """
     return config.scales_codes and config.format.bits == SCALED_BITS and not config.format.has_zeros
 
@@ -82,7 +82,8 @@ class SumsCost(RegisterCost):
     wide: ClassVar[dict[int, float]] = {128: 1.1}
 
     def memory_factor(self, config: WgmmaConfig) -> float:
-        """Returns more than 1 for few stages, so that of several tiles that wait for memory the smallest is chosen."""
+        """Returns a factor above 1, larger with fewer stages. So among tiles that all wait for memory, the smallest one
+        is chosen, which has the most stages."""
         return 1 + 0.1 / config.num_stages
 
     def decode_clocks(self, config: WgmmaConfig, tile_m: int) -> float:
@@ -101,7 +102,7 @@ class SynchronousCost(MainloopCost):
 
 
 class LimbCost(MainloopCost):
-    """The cost of `Limbs`, tensor cores included. Each row adds the clocks of its columns of limbs and of its
+    """The cost of `Limbs`, tensor cores included. Each row of x adds clocks, for its columns of limbs and for its
     scales."""
 
     step, row = 12, 0.62

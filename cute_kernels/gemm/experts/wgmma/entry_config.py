@@ -3,8 +3,8 @@ tiles for many rows. Plain Python, no GPU.
 
 A batch-invariant layer adds up each result in one chain of k16 steps, for any number of rows. For one token, the tiles
 for many rows use only half of the SMs, and need two more launches to sort and gather rows. So a work tile here is 64
-output features of one *entry*: one or two rows of an expert, among unsorted assignments. There are two to eight times
-as many work tiles, and three launches instead of five.
+output features of one *entry*, which is one or two rows of an expert. Assignments are not sorted. There are two to
+eight times as many work tiles as with tiles for many rows, and three launches instead of five.
 """
 
 from __future__ import annotations

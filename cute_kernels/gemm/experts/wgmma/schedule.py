@@ -91,7 +91,7 @@ class GroupedTiles:
         config: the compiled variant.
         num_tiles: number of tiles of 64 output features for each expert.
         k_blocks: k blocks of the padded K.
-        num_ctas: number of CTAs: that of the SMs. CTAs without a work tile end at once.
+        num_ctas: number of CTAs, one for each SM. CTAs without a work tile end at once.
     """
 
     config: WgmmaConfig

@@ -69,8 +69,9 @@ class GroupedTileScheduler:
     """The work tiles of one CTA: every ``stride``-th of ``count`` work tiles; run-time integers.
 
     Within an expert, work tiles are ordered as in a dense product: in bands of `M_TILE_BAND` token tiles, and within a
-    band tokens first. In each round of all CTAs, another CTA gets the first work tile. Otherwise the same CTAs could
-    get the short last tile of every expert, if the number of CTAs is a multiple of an expert's token tiles.
+    band tokens first. From one round of all CTAs to the next, the order of a block's token tiles is rotated. Otherwise,
+    if the number of CTAs is a multiple of an expert's number of token tiles, the same CTAs would get the short last
+    tile in every round.
 
     Attributes:
         table: address in shared memory, see :func:`fill_table`.
@@ -121,7 +122,7 @@ class GroupedTileScheduler:
         return first + self.ended(first + (self.lane & (EXPERTS_PER_LANE - 1)) + 1, index, mask)
 
     def ended(self, expert, index, mask: int):
-        """Counts the lanes in ``mask`` whose expert has at most ``index`` work tiles before it."""
+        """Returns how many lanes in ``mask`` have an ``expert`` with at most ``index`` work tiles before it."""
         before = Int32(ptx.load_shared(self.table + expert * ENTRY_BYTES, 0))
         return Int32(cute.arch.popc(Uint32(cute.arch.vote_ballot_sync(before <= index)) & Uint32(mask)))
 
@@ -149,7 +150,8 @@ def fill_table(table, offsets, shape, warp, lane, tile_m: int):
     exist have no rows.
 
     The first load of weights waits for the table, so the table is made in few steps. Each warp counts the work tiles of
-    its own experts, and stores the total behind the table. Then it adds the totals of the preceding warps.
+    its own experts, and stores the total behind the table. Then it adds the totals of the preceding warps to its own
+    counts.
     """
     expert = (warp * WARP_THREADS + lane) * 2
     ends = cute.make_rmem_tensor(3, Int32)
