@@ -10,8 +10,8 @@ Number = Numeric | float
 
 
 class FloatMath:
-    """The fp32 functions of activations, on sm_90 and later. An activation receives the object as an argument, so that
-    its file can be imported without the compiler."""
+    """The fp32 functions of activations, on sm_90 and later. An activation receives this object as an argument, so that
+    the activation's file can be imported without the compiler."""
 
     def number(self, value: Number) -> Float32:
         return Float32(value)

@@ -1,6 +1,6 @@
 """`HopperMath`, the arithmetic of code decoders: words, byte permutations, packed pairs of 16-bit floats.
 
-A weight format receives such an object as an argument, so that its file can be imported without the compiler.
+A weight format receives such an object as an argument, so that the format's file can be imported without the compiler.
 """
 
 from __future__ import annotations

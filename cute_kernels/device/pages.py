@@ -1,9 +1,9 @@
 """`Pages`, which finds the page of a request's token in a block table.
 
 With chosen blocks (:mod:`.lists`), a token's index is its position in a KV head's list. The loads depend on one another
-in four steps:
+in four steps. The request's length is loaded in step 1, too:
 
-    1, with the length           2                               3                   4
+    1                            2                               3                   4
     list[request, head, place]   block_table[request, page]      rows of K and V
     counts[request, head]        list[request, head, count - 1]  tokens of the list  masks of scores
 

@@ -171,7 +171,7 @@ def quantized_layer(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
 ) -> LayerRows:
-    """Computes a layer's products from its attention to the next one: o, gate and up with SwiGLU, down, the next
+    """Computes all products between the attentions of two layers: o, gate and up with SwiGLU, down, and the next
     layer's qkv.
 
     The result is that of the calls below. One launch computes it if a kernel supports all products::
@@ -181,10 +181,10 @@ def quantized_layer(
                                      norm=following_norm, ...)
         return LayerRows(rows, quantized_linear(rows, qkv))
 
-    The one launch is used for one row in bf16 on Hopper: 4-bit integers in groups of 128 without zero points, act order
-    or input scales; N a multiple of 64 and K of 256; norms in bf16. Otherwise, and when traced, the function makes the
-    calls above. The launch and the calls add up in different orders, so their results differ in the last bits. Each is
-    bitwise reproducible.
+    One launch is used for one row in bf16 on Hopper, if weights are 4-bit integers in groups of 128 without zero
+    points, act order and input scales, N is a multiple of 64 and K of 256, and norms are in bf16. Otherwise, and when
+    traced, the function makes the calls above. The launch and the calls add up in different orders, so their results
+    differ in the last bits. Each is bitwise reproducible.
 
     Args:
         x: bf16 or fp16 [..., K of o], the output of attention.

@@ -149,8 +149,8 @@ def stack_experts(weights: Sequence[PackedWeight]) -> PackedExperts:
             zero points.
 
     Raises:
-        TypeError, ValueError: there are none, they differ in format, or one has perm or input_scale; the message says
-            which.
+        TypeError, ValueError: there are no weights, they are not alike, or one has perm or input_scale; the message
+            says which.
     """
     check_kind("weights", weights, Sequence, "a sequence of PackedWeight")
     if not weights:

@@ -45,8 +45,8 @@ def is_noted(problem: LinearProblem) -> bool:
 
 
 def may_load(spec: KernelSpec, arch: str, problem: LinearProblem) -> bool:
-    """Whether an optional kernel of a product may be loaded. A compiled kernel may always be loaded. Otherwise there
-    must be a compiler, and no server may have noted ready kernels of the product.
+    """Whether an optional kernel of a product may be loaded. A compiled kernel may always be loaded. Any other kernel
+    may be loaded if there is a compiler, unless a server has noted ready kernels of the product (`note_ready`).
     """
     may_compile = compiler_version() is not None and not is_noted(problem)
     return may_compile or default_cache().has(spec, arch)

@@ -230,8 +230,8 @@ TRANSFORM_SCHEMA = (
     "Tensor? k_center=None, Tensor? k_factor=None, Tensor? q_factor=None, Tensor? v_factor=None, "
     "Tensor? out_factor=None, int k_rotation=1, int v_rotation=1"
 )
-"""The arguments for a transform in an operator's schema. The implementation gets all of them, or only those up to the
-last that differs from its default."""
+"""The arguments for a transform in an operator's schema. An operator's implementation may get only the first of them:
+the missing ones then have their default values."""
 
 
 PART_NAMES = ("k_center", "k_factor", "q_factor", "v_factor", "out_factor", "k_rotation", "v_rotation")

@@ -11,9 +11,9 @@ of all experts, one after the other. x is [.., k].
                        memory at a time; places: rows of the result, at least 1
     of `ASSIGNED`      ids: address of ``count`` experts' ids, each ``id_words`` words of 32 bits; ids outside 0 to
                        num_experts - 1 go nowhere; out [count, ..], a row for each assignment; row_factor: as in
-                       `AssignedSizes`. K is in 2**part_bits equal parts of k_blocks k blocks. Each part has a result of
-                       its own in out [2**part_bits, count, ..], without activation, the first one with the bias.
-                       `COMBINE` adds the parts up
+                       `AssignedSizes`. K is cut into 2**part_bits equal parts of k_blocks k blocks. With several parts,
+                       out is [2**part_bits, count, ..] without activation, only the first part's results include the
+                       bias, and `COMBINE` adds the parts up
     of `ENTRIES`       ids, count, id_words, row_factor: as in `ASSIGNED`; k and n whole k blocks and vectors
     of `TILES`         x [places, k], rows in the order of the places
     of `LIMB_TILES`    x [places, padded k] of 16 bits: for each 128 inputs first 128 high limbs, then 128 low limbs;

@@ -24,7 +24,7 @@ class CombineConfig:
         source: dtype of the results that are added up.
         id_bits: bits of an expert's id, 32 or 64, if results lie in the order of assignments; 0 if results lie in the
             order of places.
-        shares: dtype of the routing weights, which are the factors of the sum.
+        shares: dtype of the routing weights, by which results are multiplied.
     """
 
     dtype: str = "bf16"

@@ -171,13 +171,14 @@ class OfBlock(OfExperts):
     ) -> Self:
         """Returns the layer with the weights of a block's experts quantised; other arguments as for `quantize_weight`.
 
-        The block is a class of transformers 5 such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or DeepseekV3MoE: a
-        router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden,
-        I], and possibly shared experts. Its class decides whether it computes the same as this layer (:mod:`.blocks`).
-        Router and shared experts become submodules of this layer, without being copied, moved or quantised.
+        The block's class is one of transformers 5, such as MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock or
+        DeepseekV3MoE. The block has a router ``gate``, ``experts`` with ``gate_up_proj`` [E, 2 I, hidden], gates first,
+        and ``down_proj`` [E, hidden, I], and possibly shared experts. The class decides whether a block computes the
+        same as this layer (:mod:`.blocks`). Router and shared experts become submodules of this layer, without being
+        copied, moved or quantised.
 
         Raises:
-            TypeError, ValueError: the block is none of these, a weight has values that are not finite, or an argument
+            TypeError, ValueError: the block is not supported, a weight has values that are not finite, or an argument
                 is wrong; the message says which.
         """
         if not (blocks.is_moe_block(block) and cls.router_name in block._modules):

@@ -1,1 +1,1 @@
-"""The products of a layer, from one attention to the next, in one launch, for one row of x: :mod:`.call`."""
+"""One launch that computes all products between the attentions of two layers, for one row of x: :mod:`.call`."""

@@ -1,4 +1,4 @@
-"""Computes the products of a layer from one attention to the next.
+"""Computes all products between the attentions of two layers.
 
 One launch computes all products if a kernel supports them. If not, `quantized_linear_norm` and `quantized_linear`
 compute them.

@@ -1,9 +1,9 @@
 """Makes int8 limbs of a product's row in shared memory, in the order of MMA operands. The consumer warps of every CTA
 do so once for each product.
 
-Eight lanes make the limbs of 128 inputs, which have the bits of `cute_kernels.gemm.wgmma.limb_rows`. In memory, a group
-of 128 inputs is words [two halves][column][4 lanes][4 steps of 16 inputs]. So a lane's B operands of four steps are 16
-neighbouring bytes. Column 0 is the high limbs, column 1 the low limbs.
+Eight lanes make the limbs of 128 inputs. The limbs have the same bits as those of `cute_kernels.gemm.wgmma.limb_rows`.
+In memory, the limbs of 128 inputs are 32-bit words [two halves][column][4 lanes][4 steps of 16 inputs]. So a lane's B
+operands of four steps are 16 neighbouring bytes. Column 0 is the high limbs, column 1 the low limbs.
 """
 
 from __future__ import annotations

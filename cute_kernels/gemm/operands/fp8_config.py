@@ -136,8 +136,8 @@ class Fp8Wgmma(Mainloop):
         return groups_apart(config.format) == 1 and config.warpgroups == 2 and config.tile_m > SMALL_GROUP_ACC_M
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of x's fp32 scales in a stage. They have room for a copy that begins at a multiple of 16
-        bytes. Returns 0 if x has one scale per row."""
+        """Returns the bytes of x's fp32 scales in a stage, with room for a copy that begins at a multiple of 16 bytes.
+        Returns 0 if x has one scale per row."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT) if x_group(config.format) else 0
 
     def problem(self, config: WgmmaConfig) -> str | None:

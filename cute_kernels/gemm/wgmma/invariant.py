@@ -74,8 +74,8 @@ def parts_of_k(problem: LinearProblem) -> int:
 
 
 def possible_parts(problem: LinearProblem) -> list[int]:
-    """Returns the candidate numbers of parts of K for `parts_of_k`. No part is empty. All CTAs fit on the GPU at once
-    if a CTA computes one part of a block of two tiles.
+    """Returns the candidate numbers of parts of K for `parts_of_k`. A candidate leaves no part empty. With one CTA for
+    each part of each block of two tiles, all CTAs fit on the GPU at once.
     """
     blocks = -(-problem.num_tiles // 2)
     most = min(MOST_PARTS, max(1, problem.num_sms // blocks))

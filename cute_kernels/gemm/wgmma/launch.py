@@ -1,8 +1,7 @@
-"""`TileSchedule`, the layout of one launch of tiles, and `MainloopCost`, from whose clocks the launch's time is
-computed.
+"""`TileSchedule`, the layout of one launch of tiles, and `MainloopCost`, the base of the cost models in `.costs`.
 
-A reduction (`.results`) lays a launch out, and computes its time from the cost model of the mainloop. `.costs` has
-these models. Plain Python, no GPU.
+A reduction (`.results`) lays out a launch, and computes the launch's time from the cost model of its mainloop. Plain
+Python, no GPU.
 """
 
 from __future__ import annotations

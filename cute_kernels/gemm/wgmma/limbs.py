@@ -183,7 +183,7 @@ class LimbProducts:
 
     def join(self, dots, zeros: Any = None) -> list[Any]:
         """Joins the accumulators of both limbs and corrects them for zero points. Returns the products of a tile's
-        groups. They are exact int32 numbers, converted to fp32 at the end.
+        groups: computed exactly in int32, then converted to fp32.
         """
         # A thread's i-th accumulator is of its row i // 2 % 2 of W (g or g + 8) and its row i // 4 * 2 + i % 2 of x.
         count = len(dots) // (2 * self.groups)

@@ -73,9 +73,9 @@ class Mainloop(ABC):
         more_threads: number of threads in addition to the consumer warpgroups.
         copies: number of warps that copy into a stage.
         multicasts: whether neighbouring CTAs may multicast activations.
-        rows_apart: whether there may be gaps between the rows of a dense product's x, as when TMA loads x directly.
+        rows_apart: whether the x of a dense product may have gaps between its rows, since TMA loads x itself.
         limits: the limits of the architecture whose instructions the mainloop uses.
-        spare: how many tiles of 64 features the last warpgroup has less than each other warpgroup.
+        spare: how many fewer tiles of 64 features the last warpgroup has than each other warpgroup.
         half_last: whether K may end in half a k block, so that the last k block overlaps the one before.
         made_by: "module:name" of the class of device code, a `.consumers.TileMainloop`. Its constructor takes a
             configuration and `.reading.MainloopParts`. "" if the mainloop has its own kernel.
@@ -329,7 +329,7 @@ class Limbs(Mainloop):
     name: ClassVar[str] = "s2limbs"
 
     def x_scale_stage_bytes(self, config: WgmmaConfig) -> int:
-        """Returns the bytes of a stage's fp32 scales of x. They have room for a copy that begins at a multiple of 16
+        """Returns the bytes of a stage's fp32 scales of x, with room for a copy that begins at a multiple of 16
         bytes."""
         return ROW_SCALE_BYTES * (config.tile_m + X_SCALE_ALIGNMENT)
 

@@ -52,7 +52,7 @@ class ResidentKernel:
     | role | warps | waits | arrives |
     |---|---|---|---|
     | loads of weights | 1 | stage empty: warps of the warpgroups that take it | stage full, with its bytes |
-    | consumers | 4 a warpgroup | x, where TMA brings it | x: each warp, with its share of the bytes |
+    | consumers | 4 a warpgroup | x, if TMA loads it | x: each warp, with its share of the bytes |
     | | | stage full | stage empty, one lane a warp |
 
     Partials in a cluster use the barriers that `WgmmaKernel` describes.

@@ -1,9 +1,9 @@
 """The mainloop of resident limbs: a CTA makes the limbs of its few rows of x itself, and keeps them.
 
-If there is room, a CTA makes the limbs of all x that it needs before its first work tile. If not, K is cut into chunks.
-One half of the room holds the limbs of a chunk while warps fill the other half with the next chunk. Meanwhile the
-pipeline holds the weights of several k blocks. Resident limbs are addressed by the index of their k block, weights by
-their stage.
+If shared memory has room for them, a CTA makes the limbs of all x that it needs before its first work tile. If not, K
+is cut into chunks, and the memory for limbs into halves. One half holds the limbs of a chunk while warps fill the other
+half with the next chunk. Meanwhile the pipeline holds the weights of several k blocks. Resident limbs are addressed by
+the index of their k block, weights by their stage.
 """
 
 from __future__ import annotations

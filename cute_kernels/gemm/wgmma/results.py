@@ -1,7 +1,7 @@
 """Policies for the results of kernels of tiles: stores, and reductions, which add up the parts of K of a tile.
 
-A policy has fields, limits, shared memory, barriers, and a part of the kernel's name. Its docstring names the module of
-its device code. A reduction names the stores that can be combined with it. There are no GPU types here.
+A policy has fields, limits, shared memory, barriers, and a part of the kernel's name. The docstring of a policy names
+the module of its device code. A reduction lists the stores that can be combined with it. There are no GPU types here.
 """
 
 from __future__ import annotations

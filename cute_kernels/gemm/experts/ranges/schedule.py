@@ -142,7 +142,8 @@ def layouts(problem: GroupedProblem, parts: int = 1) -> Iterator[RangeLayout]:
 
 
 def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
-    """Returns an upper bound of dividend times divisor over all calls of `.work.quotient` in a launch with this layout."""
+    """Returns an upper bound of dividend times divisor in the calls of `.work.quotient` in a launch with this
+    layout."""
     blocks = problem.max_entries(ranges.entry_rows(problem.format)) * layout.parts * layout.num_blocks
     return blocks * max(layout.num_ctas, layout.num_blocks)
 

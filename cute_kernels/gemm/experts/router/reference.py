@@ -58,6 +58,6 @@ def _within_groups(ranked: torch.Tensor, routing: Routing) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the indices of each row's largest values, int64 [T, count]. NaN is greater than all numbers. Of equal
+    """Returns the indices of each row's largest values, int64 [T, count]. NaN is greater than all numbers. Among equal
     values, the one with the lower index comes first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,8 +1,8 @@
 """How a warp chooses a token's experts. Lane l holds experts l, l + 32, l + 64 ... in registers.
 
 Experts are ranked by keys. A key is an integer that stands for an fp32 number, since redux.sync finds the largest
-integer of a warp but does not take fp32. Keys have the order of the numbers, and NaN has the largest key. Of equal
-keys, the one with the lowest index wins. Each round finds one expert, and lane j keeps the j-th expert.
+integer of a warp but does not take fp32. Keys have the order of the numbers, and NaN has the largest key. Among experts
+with equal keys, the one with the lowest index wins. Each round finds one expert, and lane j keeps the j-th expert.
 """
 
 from __future__ import annotations
