@@ -65,7 +65,8 @@ def is_missing(words: Sequence[Any], missing=0) -> Any:
 
 
 class Poll:
-    """Waits for the words of several `Published`. It loads all of them at once, again and again, until none is missing.
+    """Waits for the words of several `Published`. A poll loads all words at once, and repeats this until no word is
+    missing.
 
     Args:
         sources: the words to wait for; `load` returns words in this order.

@@ -78,7 +78,7 @@ class Lists:
         return cutlass.max(cutlass.min(block * self.block_pages.value + page, self.max_pages - 1), 0)
 
     def tokens(self, count, length):
-        """Returns the number of tokens of a list of ``count`` blocks, of which all except the last are full. Waits for
+        """Returns the number of tokens of a list of ``count`` blocks. All blocks except the last are full. Waits for
         the count. length: number of tokens of the request.
         """
         before_last = cutlass.max(cutlass.min(count, self.max_blocks), 0) - 1

@@ -321,7 +321,7 @@ def load_acquired(address: Int64) -> Asm[Uint32]:
 def arrive_in_cluster(barrier: Int32) -> Asm[None]:
     """Arrives at an mbarrier of any CTA of the cluster, at an address from `address_in`.
 
-    It orders accesses to shared memory, as an arrival within one CTA does. It does not order stores to global memory:
-    for a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
+    The arrival orders accesses to shared memory, as an arrival within one CTA does. It does not order stores to global
+    memory: for a release at cluster scope ptxas would wait until all of the thread's stores are visible on the GPU.
     """
     return Asm("mbarrier.arrive.shared::cluster.b64 _, [$0];")

@@ -96,8 +96,8 @@ class OfWeight(OfFormat, nn.Module):
 
     def _take(self, form: WeightFormat, tensors: dict[str, torch.Tensor | None], copy: bool) -> None:
         """Replaces the module's tensors by loaded tensors. With ``copy``, loaded values are copied to the module's
-        device. They go into the existing tensors if format, shape and dtype fit, so that captured CUDA graphs read the
-        new values."""
+        device. If format, shape and dtype fit, the values go into the existing tensors, so that captured CUDA graphs
+        read the new values."""
         codes = tensors["codes"]
         assert codes is not None
         device = codes.device if self.codes.is_meta else self.codes.device

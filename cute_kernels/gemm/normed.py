@@ -82,8 +82,8 @@ class NormedRows:
         norm: [n], the norm's weight, in the dtype of rows or fp32.
         norm_eps: a number that is added to the mean square.
         norm_offset: a number that is added to the norm's weight.
-        deferred: the `DeferredParts` that the product before stored together with the rows. None if the norm takes a
-            launch. It is not an argument of the constructor, so `dataclasses.replace` drops it.
+        deferred: the `DeferredParts` that the preceding product stored together with the rows. None if the norm needs a
+            launch of its own. This field is not an argument of the constructor, so `dataclasses.replace` drops it.
 
     Raises:
         TypeError, ValueError: a field is not as above; the message names it, what came and what is wanted.

@@ -49,10 +49,10 @@ class Product:
     bind: Bind
 
     def bound(self, n: int, activation: object, out_dtype: torch.dtype, **added: object) -> Callable[..., Any]:
-        """Returns a function that launches the product on the current stream of the current device. It serves all calls
-        with this ``n``, activation, ``out_dtype`` and ``added``.
+        """Returns a function that launches the product on the current stream of the current device. The function is for
+        all calls with this ``n``, activation, ``out_dtype`` and ``added``.
 
-        The function takes x [m, k], on 16 bytes, with k a multiple of 8. It takes other tensors, or None, by name.
+        The function takes x [m, k], on 16 bytes, with k a multiple of 8, and other tensors, or None, by name.
         activation: a name or an object. An activation that is not standard must be the problem's own.
         """
         return self.bind({"n": n, "activation": number_of(activation), "out_kind": OUT_KINDS[out_dtype], **added})

@@ -126,8 +126,8 @@ class WeightTensors(NamedTuple):
 
     @property
     def form(self) -> WeightForm:
-        """The form of a `PackedWeight` with these tensors. Each call of a layer computes it, so it is made by
-        `tuple.__new__`, which is the fastest."""
+        """The form of a `PackedWeight` with these tensors. Each call of a layer computes this form, so the fastest
+        constructor, `tuple.__new__`, makes it."""
         perm, scale, at = self.perm, self.input_scale, self.codes.get_device()
         past = None if perm is None else perm.data_ptr() % ALIGNMENT
         scale_past = None if scale is None else scale.data_ptr() % ALIGNMENT

@@ -6,8 +6,8 @@ the row, or beside the cache as an argument of every call; some formats have non
 properties and never compare names, so `register` can add a format from any file: see docs/add_kv_format.md. Each kind
 of shipped format has its own module here, since a kernel's key has the modules of its own formats only.
 
-Formats name device code as "module:attribute". It is imported only when a kernel is compiled. So a process that loads
-kernels from a cache never imports the compiler.
+Formats name device code as "module:attribute". Such code is imported only when a kernel is compiled. So a process that
+loads kernels from a cache never imports the compiler.
 """
 
 from cute_kernels.formats.code import load_code

@@ -193,8 +193,8 @@ class CacheTransform:
         return rotated(x, self.k_rotation).to(q.dtype)
 
     def shift(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Returns q . k_center, [..., num_q_heads], in fp32 or wider; None without a center. It is q . k minus q' . k'.
-        q is given after RoPE and *before* `queries`. The result is not multiplied by softmax_scale."""
+        """Returns q . k_center, [..., num_q_heads], in fp32 or wider; None without a center. The result is q . k minus
+        q' . k', not multiplied by softmax_scale. q is given after RoPE and *before* `queries`."""
         if self.k_center is None:
             return None
         x = _wide(q)

@@ -190,8 +190,7 @@ class BiasTerm(ScoreTerm):
         return numbers.load_global_part(address, 0, 2) if size == 2 else ptx.load_global_words(address, 0, 1)[0]
 
     def number(self, word: Uint32):
-        """Converts a bias to fp32. It is called when the bias is used. If it were called right after the load, it would
-        wait for the load."""
+        """Converts a bias to fp32, when the bias is used. A conversion right after the load would wait for the load."""
         return (word << 16 if self.features.bias == "bf16" else word).bitcast(Float32)
 
 

@@ -205,8 +205,8 @@ class MxFp4Decoder(Fp4Decoder):
 
 
 class FoldedMxFp4Decoder(Fp4Decoder):
-    """Decodes and scales FP4 by one product, for E8M0 scales up to 2. The factor is 2**126 times the scale. Its bf16
-    exponent is the scale's byte plus 126. 8 codes take nine logic instructions and eight products."""
+    """Decodes and scales FP4 by one product, for E8M0 scales up to 2. The factor is 2**126 times the scale; the
+    factor's bf16 exponent is the scale's byte plus 126. 8 codes take nine logic instructions and eight products."""
 
     scales_weights = True
 

@@ -1,9 +1,9 @@
 """The decoders of integer codes into the A operand. A thread's 16 bytes hold its fragments of consecutive k16 steps.
 
 The order of the packed codes (:mod:`layouts.weights.hopper`) makes shuffles unnecessary. A code is put into the low
-mantissa bits of a float with a fixed exponent, which adds an offset to it (FasterTransformer's magic numbers). One
-packed addition subtracts the offset and the zero point together. Both are integers that the float format holds, so code
-- zero is exact. 8 codes of 4 bits take 11 instructions (bf16) or 9 (fp16), 8 codes of 8 bits 20 or 8.
+mantissa bits of a float with a fixed exponent, so the float is the code plus an offset (FasterTransformer's magic
+numbers). One packed addition subtracts the offset and the zero point together. Both are integers that the float format
+holds, so code - zero is exact. 8 codes of 4 bits take 11 instructions (bf16) or 9 (fp16), 8 codes of 8 bits 20 or 8.
 
 A bf16 mantissa holds only seven bits, so 8-bit codes are converted to fp32 first, one at a time. `SubnormalDecoder`
 instead reads a code as a subnormal bf16 number, and also scales it.
@@ -88,8 +88,8 @@ class IntegerDecoder(CodeDecoder):
         """Returns constants for `fragment`, to be made before a loop. nothing: a run-time word that is 0.
 
         One LOP3 combines a code with two constants, but the instruction can encode only one of them. The assembler
-        would load the other constant again for each LOP3: an eighth of all instructions. It does not know that
-        ``nothing`` is 0, so a constant that is computed from ``nothing`` stays in a register.
+        would load the other constant again for each LOP3: an eighth of all instructions. The assembler does not know
+        that ``nothing`` is 0, so a constant that is computed from ``nothing`` stays in a register.
         """
         return Uint32(LOW_NIBBLES) | nothing, Uint32(HIGH_NIBBLES) | nothing
 

@@ -276,10 +276,10 @@ class QuantizedRoutedExperts(OfExperts):
     ) -> QuantizedRoutedExperts:
         """Returns the layer of quantised experts; other arguments as for `quantize_weight`.
 
-        ``experts`` is a module that is called with hidden states, ids and weights. It stores weights in one of three
-        ways. Most have ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I]. gpt-oss's have
-        biases, transposed weights, and alternating gates and ups. Nemotron-H's have no gates, but ``up_proj`` [E, I,
-        hidden] and ``down_proj``.
+        ``experts`` is a module that is called with hidden states, ids and weights. Three kinds of modules are
+        supported. Most modules have ``gate_up_proj`` [E, 2 I, hidden], gates first, and ``down_proj`` [E, hidden, I].
+        Those of gpt-oss have biases, transposed weights, and alternating gates and ups. Those of Nemotron-H have no
+        gates, but ``up_proj`` [E, I, hidden] and ``down_proj``.
 
         Raises:
             TypeError, ValueError: as `QuantizedMoE.from_block`.

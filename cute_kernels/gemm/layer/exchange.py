@@ -67,8 +67,8 @@ def empty_other(sizes: Sizes, exchange: Exchange, lane):
 
 @cute.jit
 def leave(sizes: Sizes, exchange: Exchange):
-    """Counts one more CTA that has stored all its tiles. One lane calls it. The last CTA resets the counter. It also
-    stores, for the next launch, which set this launch used and how many words of the set.
+    """Counts one more CTA that has stored all its tiles. One lane calls it. The last CTA resets the counter. For the
+    next launch, it stores which set this launch used, and how many words of that set.
     """
     left = ptx.atomic_add(sizes.exchange + LEFT, Int32(1)) + 1
     if left == sizes.num_ctas - 1:

@@ -60,9 +60,9 @@ class Loader:
 
     @cute.jit
     def leave(self, sizes: Sizes, drawn):
-        """Ends the CTA's draws. The last index that a CTA draws is that of a tile of the last product, or higher. The
-        CTA that draws the highest index resets the counter to EMPTY. Only then may the next launch begin, since CTAs
-        draw as soon as they begin.
+        """Ends the CTA's draws. The last index that a CTA draws belongs to a tile of the last product, or is even
+        higher. The CTA that draws the highest index resets the counter to EMPTY. Only then may the next launch begin,
+        since CTAs draw as soon as they begin.
         """
         if (drawn - sizes.waited_for) % sizes.num_ctas == sizes.num_ctas - 1:
             reset(sizes.exchange + TICKETS, 1)

@@ -91,8 +91,8 @@ class Storer:
 
     @cute.jit
     def store(self, value, product: Product, exchange: Exchange, waited_for, feature, lane):
-        """Stores a work tile's results as pairs of bf16 numbers. They go to the exchange if CTAs wait for them, and to
-        the product's output if it has one."""
+        """Stores a work tile's results as pairs of bf16 numbers. The results go to the exchange if CTAs wait for them,
+        and to the product's output if the product has one."""
         other = cute.arch.shuffle_sync_bfly(value, 1)
         gated = self.activate.of_pair(value, other)  # in even lanes: gate and up are in turn
         third = cute.arch.shuffle_sync_bfly(gated, 2)

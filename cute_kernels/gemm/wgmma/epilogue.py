@@ -119,8 +119,8 @@ class TileEpilogue:
         return self.activate.leaves_features(shape) if self.in_registers else self.activate.is_none(shape)
 
     def is_floats(self, operands, shape):
-        """Returns whether `store_floats` stores the results. They are then fp32, one for each feature, without a
-        residual. The product is dense and has fewer than three warpgroups along K, as three would spill registers.
+        """Returns whether `store_floats` stores the results: fp32 results of a dense product, one for each feature,
+        without a residual. There must be fewer than three warpgroups along K, as three would spill registers.
         """
         floats = (shape.out_kind == FP32) & (operands.residual == 0) & self.activate.leaves_features(shape)
         return floats if self.dense and self.config.k_warpgroups < 3 else Boolean(False)
@@ -236,9 +236,9 @@ class TileEpilogue:
     def stage_gated(self, store: Store, acc, first: int, tile_m: int):
         """Stores a chunk's results to the staging buffer, [token][feature] in 16 bits.
 
-        Of two lanes that are four apart, one has the gates and the other has the ups of the same two tokens. They
-        exchange values, so that each lane computes the results of one token. For an activation without a gate, no code
-        is emitted, as the branch is never taken.
+        Two lanes that are four apart have values of the same two tokens: one lane the gates, the other lane the ups.
+        The lanes exchange values, so that each computes the results of one token. For an activation without a gate, no
+        code is emitted, as the branch is never taken.
         """
         if not self.activate.gated:
             return

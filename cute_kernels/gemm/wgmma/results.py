@@ -251,8 +251,8 @@ class WorkspaceSplitK(Reduction):
 
 @dataclass(frozen=True)
 class RangeSplitK(Reduction):
-    """Stream-K: the k blocks of all tiles are one sequence, of which each CTA has an equal work range. Its code is in
-    `.ranges`.
+    """Stream-K: the k blocks of all tiles are one sequence, which is cut into equal work ranges, one for each CTA. Its
+    code is in `.ranges`.
 
     If tiles were not cut, 144 tiles on 132 SMs would take two rounds, and most CTAs would idle in the second. A work
     range is at least as long as a tile. A CTA computes the tiles of its range from last to first. If the last tile ends

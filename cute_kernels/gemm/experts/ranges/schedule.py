@@ -88,9 +88,9 @@ def make_ranges(problem: GroupedProblem) -> RangeLayout:
 
 
 def make_parts(problem: GroupedProblem) -> RangeLayout | None:
-    """Returns a layout that cuts K into as few parts as possible, at least two. Among such layouts it is the fastest by
-    the model. It is for products whose limbs over all of K exceed shared memory. Returns None if experts usually have
-    more rows than `ROWS`, or if no number of parts is possible.
+    """Returns a layout that cuts K into as few parts as possible, at least two: the fastest of such layouts by the
+    model. Products whose limbs over all of K exceed shared memory need such a layout. Returns None if experts usually
+    have more rows than `ROWS`, or if no number of parts is possible.
     """
     if usual_rows(problem) > ranges.ROWS:
         return None
@@ -149,8 +149,8 @@ def counts(problem: GroupedProblem, layout: RangeLayout) -> int:
 
 
 def make_layout(problem: GroupedProblem, shape: RangeShape, parts: int = 1) -> RangeLayout | None:
-    """Returns the layout of a shape, or None if no pipeline fits. It has room for the limbs of two entries, or of one
-    entry if two would shorten the pipeline."""
+    """Returns the layout of a shape, or None if no pipeline fits. The layout has room for the limbs of two entries, or
+    of one entry if two would shorten the pipeline."""
     k_blocks, rest = divmod(problem.k_pad, parts * ranges.BLOCK_K)
     half_last = parts == 1 and rest == ranges.BLOCK_K // 2
     k_blocks += half_last

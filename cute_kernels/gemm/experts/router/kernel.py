@@ -1,10 +1,10 @@
-"""Kernels of a router. One computes experts from hidden states; the other one, for many tokens, computes them from
-logits.
+"""The two kernels of a router. One chooses experts from hidden states. The other one, for many tokens, chooses experts
+from logits.
 
 In `RouterKernel`, each CTA computes the logits of 1, 2, 4 or 8 experts, so all SMs read the router's weight at the same
-time. Warps divide K among them. Sums over lanes, then over warps, have one order, whatever the number of tokens. Every
-CTA publishes its logits in a workspace (:mod:`cute_kernels.device.exchange`). A warp then chooses the experts of one
-token, once the token's logits have arrived. The first CTA's warps choose for up to eight tokens.
+time. A CTA's warps divide K. Sums over lanes, then over warps, have one order, whatever the number of tokens. Every CTA
+publishes its logits in a workspace (:mod:`cute_kernels.device.exchange`). A warp then chooses the experts of one token,
+once the token's logits have arrived. The first CTA's warps choose for up to eight tokens.
 
 | who | reads | then |
 |---|---|---|
