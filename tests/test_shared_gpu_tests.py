@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from bench.environment import ROOT
 from tests.gpu import shared
 
 TESTS = """
@@ -39,6 +43,20 @@ def test_each_test_runs_once_and_a_later_run_has_what_did_not_pass(tmp_path: Pat
     (tmp_path / "ran").unlink()
     assert shared.main([folder, str(file), "--processes", "1"]) == 0, capsys.readouterr().out
     assert (tmp_path / "ran").read_text() == "7\n"
+
+
+def test_a_run_that_is_ended_says_what_it_has(tmp_path: Path):
+    file = tmp_path / "test_some.py"
+    file.write_text("import time\ndef test_one(): pass\ndef test_two(): time.sleep(600)\n")
+    command = [sys.executable, "-m", "tests.gpu.shared", str(tmp_path / "results"), str(file), "--processes", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 100
+    while not any("test_one" in each.read_text() for each in (tmp_path / "results").glob("results-*.jsonl")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    assert "ended before its time was over" in out and out.endswith("1 passed\n") and process.returncode == 1
 
 
 def test_results_of_other_sources_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,15 +2,18 @@
 
 A process takes the next few neighbouring tests that no other has taken, so slow files hold up nobody, and fixtures of a
 module or session live as long as in one process. FOLDER keeps each test's result. A later run of the same sources runs
-what has not passed there yet: the whole takes longer than some machines are lent for. Tests that measure host time may
+what has not passed there yet: the whole takes longer than some machines are lent for. A run that is ended (SIGTERM)
+says what it has. Tests that measure host time may
 fail beside others; the next run, with `--processes 1`, has them alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,10 +99,12 @@ def run(folder: Path, tests: Sequence[str], processes: int, seconds: float) -> N
         command = [sys.executable, "-m", "tests.gpu.shared", str(folder), *tests, *which]
         with open(folder / f"log-{number}", "w") as log:
             started.append(subprocess.Popen(command, cwd=ROOT, env=one_thread, stdout=log, stderr=log))
-    for process in started:
-        try:
-            process.wait(max(end + GRACE_SECONDS - time.time(), 0))
-        except subprocess.TimeoutExpired:
+    try:
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(end + GRACE_SECONDS - time.time(), 0))
+    finally:
+        for process in started:
             process.kill()
             process.wait()
 
@@ -143,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    tests = options.tests or ["tests/gpu"]
+    tests, ended = options.tests or ["tests/gpu"], False
     if options.process is not None:
         share = Share(options.folder, options.process, options.end)
         return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[share]))
@@ -151,10 +156,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(options.folder, tests, options.processes, options.seconds)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("ended before its time was over")
+        ended = True
     results = results_in(options.folder)
     print("\n".join(told(results)))
-    return 0 if results and all(outcome != "failed" for outcome, _ in results.values()) else 1
+    return 0 if results and not ended and all(outcome != "failed" for outcome, _ in results.values()) else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
