@@ -31,7 +31,8 @@ def examine() -> Finding:
     if constants is not None and not constants.is_file():
         what = f"{environment.CONSTANTS}: {constants} is no file"
         return Finding("vllm", LIMITED, what, "name a file of cute-kernels calibrate: vLLM does not start so")
-    if versions.interface_of(version) is None:
+    interface = versions.interface_of(version)
+    if interface is None:
         remedy = f"supported: {versions.supported()}; everything is left to vLLM"
         return Finding("vllm", LIMITED, f"{version} is installed, nothing is replaced", remedy)
     if not environment.is_loaded():
@@ -39,7 +40,7 @@ def examine() -> Finding:
         return Finding("vllm", LIMITED, f"{environment.VLLMS_PLUGINS} does not name {environment.PLUGIN}", remedy)
     if not seams:
         return Finding("vllm", OK, f"{version}, nothing is replaced ({environment.SWITCH}=0)")
-    replaced = ", ".join(REPLACED[seam] for seam in seams)
+    replaced = ", ".join(REPLACED[seam] for seam in seams if getattr(interface, seam, True))
     cache = "" if form is None else f"; KV caches in {form} with --kv-cache-dtype auto"
     cache += "" if constants is None else f", by the constants of {constants}"
     return Finding("vllm", OK, f"{version}, replaced: {replaced}{cache}; {environment.SWITCH}=0 replaces nothing")
