@@ -55,7 +55,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Range:
-    """A CTA's range of the tiles of all rows, which form one sequence; run-time integers.
+    """The tiles of all rows form one sequence; this is a CTA's range of it, in run-time integers.
 
     Attributes:
         size: number of tiles of a range; 0 if lengths are alike.

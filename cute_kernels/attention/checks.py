@@ -117,8 +117,11 @@ def check_alike(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
 def check_heads(q_len: int, num_q_heads: int, num_kv_heads: int) -> None:
     """Raises ValueError if a call has too many queries or heads for decode attention's kernel.
 
-    The kernel divides numbers of queries, heads and CTAs by multiplying with reciprocals of `RECIPROCAL_BITS` bits. A
-    CTA has at least 8 rows of queries, so one bound keeps all three numbers small enough.
+    The kernel divides by multiplying with a reciprocal of `RECIPROCAL_BITS` bits: rows of queries and query heads by
+    the query heads of a KV head, and indices of CTAs by the CTAs of a KV head. The quotient is exact while dividend
+    times divisor is below 2**RECIPROCAL_BITS. The bound on q_len * num_q_heads**2 / num_kv_heads ensures this for all
+    three, since a CTA has room for at least 8 rows of a KV head's queries. The bound on KV heads keeps the
+    multiplication within 32 bits.
     """
     most, most_heads = 1 << RECIPROCAL_BITS, 1 << 31 - RECIPROCAL_BITS
     if q_len * num_q_heads**2 > most * num_kv_heads or num_kv_heads > most_heads:

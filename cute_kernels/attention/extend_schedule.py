@@ -213,8 +213,9 @@ def decode_sms(decode_bytes: float, prefill_flops: float, num_sms: int) -> int |
     """Returns the number of SMs for decode attention while a prefill runs on the remaining SMs; None if both are faster
     one after the other. decode_bytes: bytes of the cache that decoding reads.
 
-    Running both together pays for 16-bit caches: a few SMs stream at full rate, while MMAs need all SMs. With caches of
-    codes, streaming needs all SMs as well, since codes must be decoded.
+    Running both at the same time is worthwhile only with 16-bit caches: decoding then reaches the memory's full rate
+    with a few SMs, and the prefill gains from every other SM. With caches of codes, decoding itself needs all SMs to
+    keep up with memory.
     """
     decode_us, prefill_us = decode_bytes / STREAMED_BYTES_PER_US, prefill_flops / PRODUCTS_PER_US
 

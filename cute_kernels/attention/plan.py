@@ -391,7 +391,7 @@ def _lies_in_maps(operand: CacheOperand) -> bool:
 
 
 def _lies_in_pieces(operand: CacheOperand) -> bool:
-    """Returns whether copies of aligned pieces of 16 bytes, or of words, can load K or V.
+    """Returns whether K or V can be loaded by copies of aligned 16-byte pieces or by copies of words.
 
     Rows of a multiple of 16 bytes are loaded in pieces, so their addresses have to be multiples of 16. Rows of an fp32
     scale and 8-bit codes are loaded with all pieces that they touch, so blocks have to begin at multiples of 16. All

@@ -1,8 +1,9 @@
-"""`Lists`, the lists of blocks that each KV head of a request reads. A head's list says which pages and tokens it
-reads.
+"""`Lists`, the lists of blocks that each KV head of a request reads. A head's list says which pages and tokens the
+head reads.
 
-A kernel counts the tokens of a list from 0: token t is in block entry t // block_tokens of the list. So every block
-except the list's last must be full. Only a request's last block may have fewer tokens, so lists must ascend.
+A kernel counts the tokens of a list from 0: token t is in block entry t // block_tokens of the list. So all blocks of
+a list but its last entry must be full. The only block of a request that may be partly filled is the request's last. If
+a list has that block, it must be the last entry; so lists must ascend.
 :mod:`.pages` has a picture of the loads.
 """
 

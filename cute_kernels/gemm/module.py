@@ -278,7 +278,7 @@ class QuantizedLinear(OfWeight, OfProducts):
 
     def fold(self, shifts: torch.Tensor | None) -> None:
         """Turns ``shifts``, which some state dicts hold as a separate tensor, into floating zero points of the layer's
-        weight. None changes nothing."""
+        weight. Does nothing if it is None."""
         if shifts is not None:
             self._set(with_shifts(self.weight, checked_shifts(shifts, self.weight)), self.bias)
 

@@ -39,7 +39,8 @@ def _unpacking(n: int, k: int, bits: int) -> Transform:
 
 
 def symmetric_zero(bits: int) -> int:
-    """Returns the code for 0 in a weight of integers without zero points: 8 of 4 bits, 128 of 8 bits."""
+    """Returns the code that stands for 0 in an integer weight without stored zero points: 8 for codes of 4 bits, 128
+    for codes of 8 bits."""
     return 1 << (bits - 1)
 
 

@@ -59,8 +59,9 @@ class Activations(ABC):
 
 @dataclass(frozen=True)
 class Slices(Activations):
-    """The policy in which a CTA has a slice of K of all rows of x. A separate warp loads each part of the slice into
-    the pipeline stage that has the first weights for this part.
+    """The policy in which a CTA keeps one slice of K, for all rows of x, in shared memory. One warp of the CTA loads
+    the slice part by part. A part arrives with the first weights that are multiplied with it: the full barrier of their
+    pipeline stage counts its bytes, too.
     """
 
     producer_warps: ClassVar[int] = 2  # one that copies weights, and one that copies activations

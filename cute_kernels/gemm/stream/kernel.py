@@ -64,8 +64,8 @@ class SliceLoads:
 
     @cute.jit
     def copy(self, operands, memory, work, lane):
-        """Loads the slice of K of all tokens; each lane loads the inputs of one token. Each part is loaded into the
-        stage of the first weights that are multiplied with it.
+        """Loads the slice of K of all tokens; each lane loads the inputs of one token. The full barrier of the
+        first weights that are multiplied with a part of the slice counts the part's bytes, too.
 
         A load of the whole slice at once would wait for a pipeline full of weights, or delay the weights. This warp
         arrives at every stage's barrier, even if it has nothing to load. Otherwise it could run a whole round of the
@@ -315,10 +315,10 @@ class StreamKernel:
     | epilogue | epilogue_warps | staging buffer full: all consumer warps | staging buffer empty, one lane a warp |
     | | | parts of other CTAs, by polling | |
 
-    There are two pipelines. One has ``num_stages`` stages of weights, each with the activations that these weights are
-    the first to need. A full stage takes 2 arrivals, an empty one the arrival of each consumer warp. The other pipeline
-    has `NUM_BUFFERS` staging buffers of results. A full buffer takes the arrival of each consumer warp, an empty one
-    that of each epilogue warp.
+    There are two pipelines. One has ``num_stages`` stages of weights. A stage's full barrier also counts the bytes of
+    the activations that these weights are the first to need. A full stage takes 2 arrivals, an empty one the arrival of
+    each consumer warp. The other pipeline has `NUM_BUFFERS` staging buffers of results. A full buffer takes the arrival
+    of each consumer warp, an empty one that of each epilogue warp.
     """
 
     def __init__(self, config: StreamConfig):

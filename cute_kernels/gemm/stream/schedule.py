@@ -67,8 +67,8 @@ class StreamSchedule:
 
     @property
     def total(self) -> int:
-        """The number of k blocks in one slice of K, counted over all blocks of output features. The groups of CTAs
-        divide these k blocks.
+        """The k blocks of one slice of K, times the number of blocks of output features. They form one sequence, of
+        which each group of CTAs takes a range.
         """
         return self.num_blocks * self.slice_k_blocks
 

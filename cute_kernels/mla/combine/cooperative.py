@@ -48,10 +48,11 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """The places in global memory of the parts of one row and one block of 64 heads; run-time values.
+    """Where the parts of one row and of one block of 64 heads lie in global memory; run-time values.
 
-    A reader is a CTA that adds up ``each`` neighbouring heads. For each reader there is memory for its heads of all
-    parts, part after part, and for a flag of each part.
+    The heads are divided among CTAs, the readers: a reader adds up the parts of ``each`` neighbouring heads. Memory is
+    ordered by reader: a reader finds its heads of part 0, then its heads of part 1, and so on. It also has one flag for
+    each part.
     """
 
     words: Int64  # addresses: of all parts

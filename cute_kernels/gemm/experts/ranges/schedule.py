@@ -1,4 +1,6 @@
-"""The layout of a grouped product by work ranges of whole blocks. Plain Python, no GPU."""
+"""Chooses the layout of a grouped product by work ranges: each CTA gets a range of consecutive blocks of output
+features, each block as a whole. Plain Python, no GPU.
+"""
 
 from __future__ import annotations
 
