@@ -1,5 +1,7 @@
 """`Batch`: device tensors that stay where they are and are sent only what has changed."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -116,7 +118,7 @@ def test_bad_updates_are_refused_and_change_nothing():
         (lambda: batch.update("ab", [1, 3]), "num_new_tokens: got 3 for 'b', want at most its 2 tokens"),
         (lambda: batch.update("ab", -1), "num_new_tokens: got -1, want at least 0"),
         (lambda: cache.make_batch(0), "max_batch: got 0, want at least 1"),
-        (lambda: batch.update("a", pad_to=2.0), "pad_to: got 2.0, want an int"),
+        (lambda: batch.update("a", pad_to=cast(Any, 2.0)), "pad_to: got 2.0, want an int"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             refused()

@@ -1,6 +1,7 @@
 """8-bit and MLA rows: bytes, values, stated error bounds, scales inside and outside the row, bad input."""
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -292,7 +293,7 @@ def test_bytes_of_a_model1_page():
         (lambda: MlaModel1().to_pages(torch.zeros(584, dtype=torch.uint8)), ValueError, "page_size"),
         (lambda: MlaModel1().from_pages(torch.zeros(584, dtype=torch.uint8), 2), ValueError, ">= 1168"),
         (lambda: MlaModel1().from_pages(torch.zeros(584, dtype=torch.uint8), -1), ValueError, "page_size is -1; want"),
-        (lambda: MlaModel1().page_bytes(2.5), TypeError, "page_size is 2.5; want an int"),
+        (lambda: MlaModel1().page_bytes(cast(Any, 2.5)), TypeError, "page_size is 2.5; want an int"),
         (lambda: MlaModel1().page_bytes(2, 0), ValueError, "alignment is 0; want a positive int"),
         (lambda: MlaModel1().from_pages(torch.zeros(1168), 2), TypeError, "float32"),
     ],

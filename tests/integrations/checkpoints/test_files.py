@@ -230,8 +230,8 @@ def with_forward(linear: nn.Linear) -> None:
     vars(linear)["forward"] = lambda x: own(x) + 1
 
 
-def with_backward_hook(linear: nn.Linear) -> None:
-    linear.register_full_backward_hook(lambda *_: None)
+def with_backward_hook(layer: nn.Module) -> None:
+    layer.register_full_backward_hook(lambda *_: None)
 
 
 def test_forward_hooks_of_swapped_layers_go_on_and_can_be_removed(tmp_path):
