@@ -180,6 +180,7 @@ def test_layers_whose_settings_are_changed_later_compute_with_them(own):
     given = [call.arguments["call"] for call in calls]
     assert sum(call.activation_scale is not None for call in given) == sum(call.activations == "fp8" for call in given)
     assert sum(call.activations == "fp8" for call in given) == found.count(("fp8", True))
+    assert all(call.activation_scale is None or call.activation_scale == 0.5 for call in given)
 
 
 def _with_norms(model: Any) -> Any:
@@ -332,6 +333,19 @@ def test_interleaved_layers_are_made_again_bit_for_bit(n, zeros, bits):
     assert torch.equal(part.codes, both.codes) and torch.equal(part(x), both(x))
     with pytest.raises(RuntimeError, match="accelerated, want restore"):
         part.load_state_dict(both.state_dict())
+
+
+def test_parts_of_a_pair_have_state_dicts_that_share_no_memory():
+    """As files want them: a scale of all activations is one tensor of the pair."""
+    layers = [QuantizedLinear.from_linear(nn.Linear(96, 80, dtype=torch.bfloat16), format="fp8") for _ in range(2)]
+    for layer in layers:
+        layer.activations, layer.activation_scale = "fp8", torch.tensor(0.5)
+    pair = interleave(layers)
+    assert pair is not None
+    states = [PartOfPair(pair, (half,)).state_dict() for half in (0, 1)]
+    assert states[0]["activation_scale"] == states[1]["activation_scale"] == 0.5
+    places = [tensor.data_ptr() for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+    assert len(places) == len(set(places))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "fp8", "fp8_block", "w8fg32", "w4g16z"])

@@ -53,12 +53,17 @@ def follow(whole: nn.Module | None, parts: Sequence[Any]) -> bool:
     nothing changed, if the settings of ``parts`` differ."""
     if not isinstance(whole, QuantizedLinear):
         return True
-    first, *others = ((part.batch_invariant, part.activations, id(part.activation_scale)) for part in parts)
-    if any(settings != first for settings in others):
+    first, *others = ((part.batch_invariant, part.activations) for part in parts)
+    scales = [part.activation_scale for part in parts]
+    known = vars(whole).get("scales_of_parts") or [whole.activation_scale] * len(parts)
+    is_new = any(scale is not before for scale, before in zip(scales, known, strict=True))
+    if any(settings != first for settings in others) or (is_new and any(scale is not scales[0] for scale in scales)):
         return False
-    if (whole.batch_invariant, whole.activations, id(whole.activation_scale)) != first:
-        whole.batch_invariant, whole.activations = first[:2]
-        whole.activation_scale = parts[0].activation_scale
+    if is_new:
+        whole.activation_scale = scales[0]
+        vars(whole).pop("scales_of_parts", None)  # all have one now
+    if (whole.batch_invariant, whole.activations) != first:
+        whole.batch_invariant, whole.activations = first
     return True
 
 
@@ -104,8 +109,7 @@ def _merge_quantized(parts: Sequence[Any]) -> QuantizedLinear | None:
         tensors = [getattr(part, name) for part in parts]
         whole[name] = tensors[0] if name in _SHARED or tensors[0] is None else torch.cat(tensors)
     merged = _layer(whole, first, sum(part.out_features for part in parts))
-    for part in parts:
-        part.activation_scale = whole["activation_scale"]  # one tensor, by which `follow` knows it
+    vars(merged)["scales_of_parts"] = [part.activation_scale for part in parts]  # by which `follow` knows new ones
     for name, tensor in whole.items():
         if tensor is None or name in _SHARED:
             continue
@@ -213,11 +217,15 @@ class PartOfPair(QuantizedLinear):
         return torch.cat([2 * pairs + half for half in self.halves])
 
     def separate(self) -> QuantizedLinear:
-        """Makes the replaced layer again, bit for bit."""
+        """Makes the replaced layer again, bit for bit. It shares no memory with the pair, as files must not."""
         (pair,) = self.pair
         rows = self._rows(pair.codes.device)
         packed = outputs_at(pair.weight, rows)
-        return _like(QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows]), self)
+        layer = _like(QuantizedLinear(packed, None if pair.bias is None else pair.bias[rows]), self)
+        for name in _SHARED:
+            if (tensor := getattr(layer, name)) is not None:
+                setattr(layer, name, tensor.clone())
+        return layer
 
     def extra_repr(self) -> str:
         return f"rows of {self.pair[0]}"
