@@ -152,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.process is not None:
         share = Share(options.folder, options.process, options.end)
         return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[share]))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(options.folder, tests, options.processes, options.seconds)
     except ValueError as error:
@@ -159,11 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ended before its time was over")
         ended = True
+    finally:
+        signal.signal(signal.SIGTERM, before)
     results = results_in(options.folder)
     print("\n".join(told(results)))
     return 0 if results and not ended and all(outcome != "failed" for outcome, _ in results.values()) else 1
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
