@@ -40,7 +40,7 @@ def examine() -> Finding:
         return Finding("vllm", LIMITED, f"{environment.VLLMS_PLUGINS} does not name {environment.PLUGIN}", remedy)
     if not seams:
         return Finding("vllm", OK, f"{version}, nothing is replaced ({environment.SWITCH}=0)")
-    replaced = ", ".join(REPLACED[seam] for seam in seams if getattr(interface, seam, True))
+    replaced = ", ".join(REPLACED[seam] for seam in seams if interface.has(seam))
     cache = "" if form is None else f"; KV caches in {form} with --kv-cache-dtype auto"
     cache += "" if constants is None else f", by the constants of {constants}"
     return Finding("vllm", OK, f"{version}, replaced: {replaced}{cache}; {environment.SWITCH}=0 replaces nothing")

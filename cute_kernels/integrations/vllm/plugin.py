@@ -114,7 +114,7 @@ def _replace(seam: str) -> Replacement:
     version = str(vllm.__version__)
     interface = versions.interface_of(version)
     assert interface is not None
-    if not getattr(interface, seam, True):
+    if not interface.has(seam):
         return Replacement(seam, "", f"vLLM {version} has nothing that could be replaced there")
     try:
         module = importlib.import_module(f"cute_kernels.integrations.vllm.{seam}")

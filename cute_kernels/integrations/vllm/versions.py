@@ -65,6 +65,10 @@ class Interface:
     mla_gives_lse: bool = True
     pass_manager: tuple[str, str] = ("vllm.compilation.passes.pass_manager", "PostGradPassManager")
 
+    def has(self, seam: str) -> bool:
+        """Returns whether this version has something that a seam replaces."""
+        return bool(getattr(self, seam, True))
+
 
 _OLD_EXPERTS = f"{QUANTIZATION}.{COMPRESSED_TENSORS}.compressed_tensors_moe_wna16_marlin"
 INTERFACES = {

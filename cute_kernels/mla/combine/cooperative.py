@@ -48,7 +48,7 @@ COLUMNS = V_HEAD_DIM // WARP_THREADS  # of a lane that adds up: 4 of each piece
 
 @dataclass(frozen=True)
 class PartPlaces:
-    """Where the parts of one row and of one block of 64 heads lie in global memory; run-time values.
+    """The places in global memory of the parts of one row and of one block of 64 heads; run-time values.
 
     The heads are divided among CTAs, the readers: a reader adds up the parts of ``each`` neighbouring heads. Memory is
     ordered by reader: a reader finds its heads of part 0, then its heads of part 1, and so on. It also has one flag for
