@@ -149,11 +149,11 @@ def test_any_lengths(case, lengths, seed):
     ids=["one head", "K8V4, head-major"],
 )
 def test_one_long_request_among_many_short_ones(kv_format, options):
-    lengths = [100 + index % 900 for index in range(200)]
-    lengths[123] = 50_000
+    lengths = [100 + 14 * index for index in range(64)]  # their cache takes 26 GB while it is quantised
+    lengths[23] = 50_000
     call = make_call(kv_format, lengths, max_seq_len=50_000, device=CUDA, **options)
     out, lse = call.run(return_lse=True)
-    for request in (0, 122, 123, 124, 199):
+    for request in (0, 22, 23, 24, 63):
         part = slice(request, request + 1)
         assert_close(call.row(request), out[part], lse[part])
 

@@ -336,7 +336,7 @@ def test_interleaved_layers_are_made_again_bit_for_bit(n, zeros, bits):
 
 
 def test_parts_of_a_pair_have_state_dicts_that_share_no_memory():
-    """As files want them: a scale of all activations is one tensor of the pair."""
+    """Files refuse shared memory, and a scale of all activations is one tensor of the pair."""
     layers = [QuantizedLinear.from_linear(nn.Linear(96, 80, dtype=torch.bfloat16), format="fp8") for _ in range(2)]
     for layer in layers:
         layer.activations, layer.activation_scale = "fp8", torch.tensor(0.5)
